@@ -1,8 +1,8 @@
 """How many updates a coordinator takes from clients that enrol, poll, fetch payloads and send updates without training.
 
 Each case has its own coordinator process with real HTTP. This process plays all clients, each over its own keep-alive
-connection, as a real client: a small payload comes with the task, and the answer to a small update brings the next
-task. All get their tasks at the same moment and send an update of the given size, so each round is a burst.
+connection, as a real client: a small payload comes within the task, and the receipt of a small update contains the
+next task. All get their tasks at the same moment and send an update of the given size, so each round is a burst.
 
     python -m benchmarks.coordinator_load --json load.json
     python -m benchmarks.coordinator_load --cases 32:100 --databases sqlite
@@ -49,7 +49,7 @@ from benchmarks.harness import (
     table,
     write,
 )
-from promptfed.shared.messages import BROUGHT_BYTES
+from promptfed.shared.messages import INLINE_BYTES
 from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.testing.clients import content_digest, enrolment, secret_of
 from tests.support.coordinators import CoordinatorProcess
@@ -157,7 +157,7 @@ class LoadClient:
     async def next_task(self) -> dict[str, Any] | None:
         """The next task; None once the federation has ended."""
         while True:
-            status, _, body = await self.http.ask(self._secret, "GET", f"{PATH}/task?wait=30&bring=true")
+            status, _, body = await self.http.ask(self._secret, "GET", f"{PATH}/task?wait=30&inline=true")
             if status not in (200, 204, 410):
                 raise SystemExit(f"a poll is answered {status}: {body[:500]!r}")
             if status != 204:
@@ -166,8 +166,8 @@ class LoadClient:
     async def answer(self, task: dict[str, Any]) -> dict[str, Any] | None:
         """Take the payload, and send the update or the evaluation; the next task, if the answer has brought it."""
         path = f"{PATH}/tasks/{task['task_id']}"
-        if (brought := task["payload"].get("data")) is not None:
-            payload = b64decode(brought)
+        if (data := task["payload"].get("data")) is not None:
+            payload = b64decode(data)
         else:
             payload = await self.http.expect(200, self._secret, "GET", f"{path}/payload")
         if len(payload) != task["payload"]["bytes"]:
@@ -181,7 +181,7 @@ class LoadClient:
         """Send the update until it is accepted; the next task."""
         update = self._update(task, payload)
         digest = content_digest(update)
-        url = f"{path}/update" + ("?next=30" if len(update) <= BROUGHT_BYTES else "")
+        url = f"{path}/update" + ("?next=30" if len(update) <= INLINE_BYTES else "")
         while True:
             status, headers, body = await self.http.ask(self._secret, "PUT", url, update, Content_Digest=digest)
             if status == 201:

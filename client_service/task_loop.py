@@ -32,7 +32,7 @@ from promptfed.client_service.training.trainer import Compute, TaskWork
 from promptfed.shared.api.api_schemas import SpendList
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.data import DataError
-from promptfed.shared.messages import BROUGHT_BYTES, FailureRequest, Task
+from promptfed.shared.messages import INLINE_BYTES, FailureRequest, Task
 from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.secagg.member import Limits
@@ -108,7 +108,7 @@ class TaskLoop:
     monitor: Monitor
     _settled: set[str] = field(default_factory=set)  # tasks that are answered, or can no longer be
     _epoch: str = ""
-    _next: Task | None = None  # that the answer to the last one has brought
+    _next: Task | None = None  # from the receipt of the last answer
     _again: dict[str, int] = field(default_factory=dict)  # how often an accepted update was sent again, by its task
 
     def __post_init__(self) -> None:
@@ -280,7 +280,8 @@ class TaskLoop:
             result = await self._watched(task, partial(self.work.evaluate, task, payload))
         self.work.expect_policy()
         self._note_sending(task)
-        await turn.aclose()  # the answer waits for the next task: others' turns do not
+        await turn.aclose()  # the receipt waits for the next task: others' turns do not
+        self.monitor.stage("waiting")
         self._next = await self.coordinator.send_evaluation(task.task_id, result, POLL_SECONDS)
         self._settled.add(task.task_id)
         self.agreement.note_settled("evaluate", task.round, task.phase)
@@ -293,8 +294,8 @@ class TaskLoop:
     async def _send_pending(self, turn: AsyncExitStack | None = None) -> None:
         """Send the stored update until it is settled: accepted commits its private state, a refusal discards it.
 
-        The answer to a small one waits for the next task, after the end of the ``turn``. A large one would have to be
-        sent again if it were cut off meanwhile.
+        The receipt of a small one waits for the next task, after the end of the ``turn``. A large one would have to be
+        sent again if that were cut off.
         """
         pending = self.state.pending()
         if pending is None or self._secure is not None:  # with secure sums no update leaves in the clear
@@ -302,9 +303,10 @@ class TaskLoop:
         self.monitor.task(pending.round, pending.phase, "sending")
         if not await self._may_leave(pending):
             return
-        wait = POLL_SECONDS if turn is not None and pending.update.size <= BROUGHT_BYTES else 0
+        wait = POLL_SECONDS if turn is not None and pending.update.size <= INLINE_BYTES else 0
         if turn is not None and wait:
             await turn.aclose()
+            self.monitor.stage("waiting")
         try:
             self._next = await self.coordinator.send_update(pending.task_id, pending.update, wait)
         except Refused as refused:

@@ -139,19 +139,20 @@ class TaskConfig(TrainingTerms):
         return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
 
 
-BROUGHT_BYTES = 64 << 10  # the most of a payload that a task brings with it, and of an answer that waits for a task
+INLINE_BYTES = 64 << 10
+"""The most of a payload within its task, and of an update whose receipt waits for the next task."""
 
 
 class PayloadRef(Message):
     """Where a task's tensors are: ``url`` is a path on the coordinator's own origin.
 
-    ``data``: they themselves in base64, where the client asked for them and they are small.
+    ``data``: the tensors themselves in base64, if the client asked for them and they have at most 64 KB.
     """
 
     url: str
     bytes: int
     sha256: Digest
-    data: Annotated[str | None, left_out(max_length=4 * BROUGHT_BYTES // 3 + 4)] = None
+    data: Annotated[str | None, left_out(max_length=4 * INLINE_BYTES // 3 + 4)] = None
 
 
 class SecurePart(Message):

@@ -86,7 +86,7 @@ class SentLog:
         if body is None and verb in ("GET", "HEAD"):
             self._count(address, path)
             return
-        message = (address, path, body.sha256 if body is not None else "")
+        message = (address, path.partition("?")[0], body.sha256 if body is not None else "")
         if message == self._message:
             return
         self.told("sent", {"to": address, **_about(path, body, self.rounds)})

@@ -50,8 +50,17 @@ ATTEMPTS = 3  # that may end with one of them
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 
-async def send(connection: CoordinatorConnection, url: str, body: Body) -> Reply:
+async def send(
+    connection: CoordinatorConnection,
+    url: str,
+    body: Body,
+    wait: int = 0,
+    content_type: str = "application/octet-stream",
+) -> Reply:
     """Send a body to ``url``, again from its beginning where it breaks off; the answer that accepts it.
+
+    The first one asks the coordinator to answer with the next task, once there is one within ``wait`` seconds.
+    Later ones do not: something on the way may end whatever takes long.
 
     Raises:
         Refused: the coordinator does not take it.
@@ -59,16 +68,17 @@ async def send(connection: CoordinatorConnection, url: str, body: Body) -> Reply
     """
     headers = {
         "Authorization": f"Bearer {connection.token}",
-        "Content-Type": "application/octet-stream",
+        "Content-Type": content_type,
         "Content-Length": str(body.size),
         "Content-Digest": body.digest_field,
     }
-    broken = 0
+    broken, query = 0, f"?next={wait}" if wait else ""
 
     async def attempt() -> Reply:
-        nonlocal broken
+        nonlocal broken, query
+        asked, query = url + query, ""
         try:
-            return await connection.once("PUT", url, body.parts, headers, TIMEOUTS, limit=MAX_JSON_BYTES, whole=body)
+            return await connection.once("PUT", asked, body.parts, headers, TIMEOUTS, limit=MAX_JSON_BYTES, whole=body)
         except Refused as refused:
             broken += 1
             if refused.kind not in BROKEN_OFF or broken == ATTEMPTS:
@@ -189,10 +199,10 @@ class CoordinatorClient(CoordinatorConnection):
     ) -> Task | None:
         """The client's open task, or None after at most ``wait`` seconds. Refused 410 where the federation ended.
 
-        It brings a small payload with it. With ``carrying``, the id of the task that it carries out: another one, which
-        brings nothing. Refused 409 once that one is closed.
+        It contains a small payload. With ``carrying``, the id of the task that it carries out: another one, without its
+        payload. Refused 409 once that one is closed.
         """
-        about = {"bring": "true"} if carrying is None else {"carrying": carrying}
+        about = {"inline": "true"} if carrying is None else {"carrying": carrying}
         if progress is not None:
             about["progress"] = f"{progress:.2f}"
 
@@ -238,9 +248,9 @@ class CoordinatorClient(CoordinatorConnection):
     async def send_update(self, task_id: str, body: Body, wait: int = 0) -> Task | None:
         """Send an update; returns when the coordinator has it (201, or 200 where it already had these bytes).
 
-        Waits up to ``wait`` seconds for the client's next task, which the answer brings; None without one.
+        The client's next task, if there is one within ``wait`` seconds.
         """
-        return self._brought(await send(self, self._answer_path(task_id, "update", wait), body))
+        return await self._answer(task_id, "update", body, wait)
 
     async def send_exchange(self, task_id: str, body: bytes) -> None:
         """Answer a step of a secure sum; returns when the coordinator has just these bytes."""
@@ -249,9 +259,8 @@ class CoordinatorClient(CoordinatorConnection):
 
     async def send_evaluation(self, task_id: str, evaluation: EvaluationRequest, wait: int = 0) -> Task | None:
         """Send accuracies; ``wait`` and what is returned as of `send_update`."""
-        body = evaluation.model_dump_json().encode()
-        url = self._answer_path(task_id, "evaluation", wait)
-        return self._brought(await self.call("PUT", url, token=self.token, body=body))
+        body = Body.of(evaluation.model_dump_json().encode())
+        return await self._answer(task_id, "evaluation", body, wait, content_type="application/json")
 
     async def send_failure(self, task_id: str, failure: FailureRequest) -> None:
         """Tell the coordinator not to wait for this task."""
@@ -273,12 +282,11 @@ class CoordinatorClient(CoordinatorConnection):
     def _task_path(self, task_id: str, resource: str) -> str:
         return self._path("tasks", task_id, resource)
 
-    def _answer_path(self, task_id: str, resource: str, wait: int) -> str:
+    async def _answer(self, task_id: str, resource: str, body: Body, wait: int, **about: str) -> Task | None:
+        """Answer a task; the next one. None also where it cannot be read: the next question says why."""
         # Of several coordinators one that is silent is given up, after less than an update and a wait may take.
-        return self._task_path(task_id, resource) + (f"?next={wait}" if wait and not self.book.several else "")
-
-    def _brought(self, answer: Reply) -> Task | None:
-        """The task that a receipt brings; None also where it cannot be read: the next question says why."""
+        wait = 0 if self.book.several else wait
+        answer = await send(self, self._task_path(task_id, resource), body, wait, **about)
         try:
             task = parse(Receipt, answer.body).next
         except BadAnswer:
@@ -292,7 +300,7 @@ def _decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
-        raise BadAnswer("the payload that the task brings is not base64") from None
+        raise BadAnswer("the payload within the task is not base64") from None
 
 
 def open_http(settings: Settings) -> httpx.AsyncClient:

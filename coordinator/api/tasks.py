@@ -39,7 +39,7 @@ from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.api import api_schemas
 from promptfed.shared.api.api_schemas import UpdateReceipt
-from promptfed.shared.messages import BROUGHT_BYTES, ENDED, EvaluationRequest, FailureRequest, Task
+from promptfed.shared.messages import ENDED, INLINE_BYTES, EvaluationRequest, FailureRequest, Task
 from promptfed.shared.spec.sections import FINAL
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
@@ -58,18 +58,19 @@ ACCEPTED_BEFORE: dict[int | str, dict[str, Any]] = {
 }
 
 
-class _Poll(BaseModel):
+class _Poll(BaseModel, extra="forbid"):
     wait: Annotated[float, Field(ge=0, le=60, description="seconds")] = 0
     carrying: Annotated[
         str | None, Field(max_length=100, pattern=NO_NUL, description="the task that the client carries out")
     ] = None
     progress: Annotated[float | None, Field(ge=0, le=1, description="the part of its steps that is done")] = None
-    bring: Annotated[bool, Field(description="the task brings a payload of at most 64 KB with it")] = False
+    inline: Annotated[bool, Field(description="a payload of at most 64 KB comes within the task")] = False
 
 
-class _Next(BaseModel):
+class _Next(BaseModel, extra="forbid"):
     next: Annotated[
-        float, Field(ge=0, le=60, description="seconds to wait for this client's next task, which the answer brings")
+        float,
+        Field(ge=0, le=60, description="seconds that the receipt waits for the client's next task, which it contains"),
     ] = 0
 
 
@@ -98,7 +99,7 @@ async def get_task(request: Request) -> Response:
     open_now = caller.federation.tasks.get(caller.client.name)
     if poll.progress is not None and open_now is not None and open_now.id == poll.carrying:
         registry.last_seen.is_at(open_now.id, poll.progress)
-    task = await next_task(registry, caller, poll.wait, poll.carrying, poll.bring)
+    task = await next_task(registry, caller, poll.wait, poll.carrying, poll.inline)
     if task is None:
         return Response(status_code=status.HTTP_204_NO_CONTENT)
     return Response(task, media_type="application/json")
@@ -109,11 +110,11 @@ def _query(request: Request) -> dict[str, str]:
 
 
 async def next_task(
-    registry: Registry, caller: CallingClient, wait_seconds: float, carrying: str | None = None, bring: bool = False
+    registry: Registry, caller: CallingClient, wait_seconds: float, carrying: str | None = None, inline: bool = False
 ) -> str | None:
     """The task as JSON; None if there is none within ``wait_seconds``. Raises as ``get_task`` describes.
 
-    ``bring``: with its payload, if that is small and in memory.
+    ``inline``: with its payload, if that is small and in memory.
     """
     key = (caller.federation.id, caller.client.name)
     until = clock.monotonic() + wait_seconds
@@ -128,7 +129,7 @@ async def next_task(
                 served = _other_task(registry, caller, carrying, served)
             left = until - clock.monotonic()
             if served is not None:
-                return _message(registry, *served, bring)
+                return _message(registry, *served, inline)
             if left <= 0 or registry.wakeups.closed:
                 return None
             await wait(wakeup, left)
@@ -162,7 +163,7 @@ def _other_task(
     return served
 
 
-def _message(registry: Registry, federation: Federation, task: OpenTask, bring: bool) -> str:
+def _message(registry: Registry, federation: Federation, task: OpenTask, inline: bool) -> str:
     """A ``promptfed.shared.messages.Task`` as JSON."""
     assert federation.run.stage is not None
     payload = {
@@ -188,7 +189,7 @@ def _message(registry: Registry, federation: Federation, task: OpenTask, bring: 
         own["secure"] = {"phase": plan.secure.phase, "attempt": plan.secure.attempt}
     # The long parts are the same for all clients: they are put in as they are.
     told, config = json.dumps(payload), _config(registry, federation)
-    if bring and task.payload_bytes <= BROUGHT_BYTES and task.payload_sha256 is not None:
+    if inline and task.payload_bytes <= INLINE_BYTES and task.payload_sha256 is not None:
         content = registry.blobs.remembered(task.payload_sha256)
         if content is not None:
             told = f'{told[:-1]}, "data": "{_base64(content)}"}}'
@@ -273,7 +274,7 @@ async def _receipt(
     content = receipt.model_dump_json()
     if seconds:
         with suppress(problems.Refusal):  # the client's next question is answered so
-            if (task := await next_task(registry, caller, seconds, bring=True)) is not None:
+            if (task := await next_task(registry, caller, seconds, inline=True)) is not None:
                 registry.committer.notice()  # its answer may follow soon
                 content = f'{content[:-1]}, "next": {task}}}'
     return Receipt(content, new)
@@ -298,7 +299,7 @@ def _update_parameters(sent: Annotated[None, Depends(_sent_parameters)], wait: A
 async def put_update(request: Request) -> Response:
     """Answer a training task. 201 means that it is on the disk and counts, unless the phase was already closed.
 
-    With `next`, the answer waits for the client's next task and brings it, with a payload of at most 64 KB.
+    With `next`, the receipt waits for the client's next task and contains it, with a payload of at most 64 KB.
     """
     caller, task_id, announced, registry = await _sending(request)
     wait_seconds = checked(_Next, _query(request), "query").next
@@ -313,6 +314,7 @@ async def put_update(request: Request) -> Response:
             point("update-received")
             new = await submissions.accept_update(registry, federation, client, task_id, upload)
     receipt = UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
+    del upload  # its bytes are not kept while the receipt waits
     return await _receipt(registry, caller, receipt, new, wait_seconds)
 
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http.bodies import Body
+from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.settings import Settings, make_settings
@@ -284,49 +284,62 @@ def test_the_long_poll_may_take_longer_than_it_waits() -> None:
     script = Scripted(httpx.Response(204))
     assert asyncio.run(script.client.task(30)) is None
     request = script.requests[0]
-    assert request.url.query == b"wait=30&bring=true"
+    assert request.url.query == b"wait=30&inline=true"
     assert request.extensions["timeout"]["read"] == 45
 
 
-def brought(data: str) -> Task:
+def with_payload(data: str) -> Task:
     task = make_task()
     return task.model_copy(update={"payload": task.payload.model_copy(update={"data": data})})
 
 
-def test_a_payload_that_comes_with_its_task_is_not_asked_for() -> None:
+def test_a_payload_within_its_task_is_not_asked_for() -> None:
     script = Scripted(httpx.Response(500))
-    assert asyncio.run(script.client.payload(brought(base64.b64encode(PAYLOAD).decode()))) == PAYLOAD
+    assert asyncio.run(script.client.payload(with_payload(base64.b64encode(PAYLOAD).decode()))) == PAYLOAD
     assert not script.requests
 
 
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        ("no base64!", "the payload that the task brings is not base64"),
+        ("no base64!", "the payload within the task is not base64"),
         (base64.b64encode(b"tensorS").decode(), "7 bytes and digest"),
         (base64.b64encode(PAYLOAD[:-1]).decode(), "6 bytes and digest"),
     ],
 )
-def test_a_task_that_brings_another_payload_is_refused(data: str, text: str) -> None:
+def test_a_task_with_another_payload_is_refused(data: str, text: str) -> None:
     with pytest.raises(BadAnswer, match=text):
-        asyncio.run(Scripted(httpx.Response(500)).client.payload(brought(data)))
+        asyncio.run(Scripted(httpx.Response(500)).client.payload(with_payload(data)))
+
+
+async def answer(client: CoordinatorClient, kind: str) -> Task | None:
+    if kind == "update":
+        return await client.send_update("s", Body.of(b"x"), 15)
+    return await client.send_evaluation("s", EvaluationRequest(splits={}), 15)
 
 
 @pytest.mark.parametrize("kind", ["update", "evaluation"])
-@pytest.mark.parametrize(("status", "again"), [(201, False), (200, True)])
-def test_the_answer_to_an_answer_brings_the_next_task(kind: str, status: int, again: bool) -> None:
+@pytest.mark.parametrize("status", [201, 200])
+def test_a_receipt_contains_the_next_task(kind: str, status: int) -> None:
     receipt = {"task_id": "s", "status": "accepted", "next": make_task().model_dump(mode="json")}
-    script = Scripted(*[httpx.ReadError("cut off")] * again, httpx.Response(status, json=receipt))
-    sent = EvaluationRequest(splits={}) if kind == "evaluation" else None
-
-    async def answered() -> Task | None:
-        client = script.client
-        return await (client.send_evaluation("s", sent, 15) if sent else client.send_update("s", Body.of(b"x"), 15))
-
-    assert asyncio.run(answered()) == Task.model_validate(receipt["next"])
-    assert {request.url.raw_path for request in script.requests} == {
+    script = Scripted(httpx.Response(status, json=receipt))
+    assert asyncio.run(answer(script.client, kind)) == Task.model_validate(receipt["next"])
+    assert [request.url.raw_path for request in script.requests] == [
         f"/v1/federations/fed/tasks/s/{kind}?next=15".encode()
-    }
+    ]
+
+
+@pytest.mark.parametrize("kind", ["update", "evaluation"])
+@pytest.mark.parametrize("cut", [httpx.ReadError("cut off"), httpx.ReadTimeout("slow"), httpx.Response(504)])
+def test_an_answer_that_is_cut_off_is_sent_again_without_a_wait(kind: str, cut: Any) -> None:
+    """A proxy that ends whatever takes long must not keep the receipt from the client."""
+    script = Scripted(cut, httpx.Response(200, json={"task_id": "s", "status": "accepted"}), foreign=504)
+    lines: list[Any] = []
+    script.client.sent = SentLog(lambda what, facts: lines.append((what, facts["message"])))
+    assert asyncio.run(answer(script.client, kind)) is None
+    assert [request.url.query for request in script.requests] == [b"next=15", b""]
+    assert len({request.content for request in script.requests}) == 1
+    assert lines == [("sent", kind)], "one message, however often it is sent"
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"task_id": "s", "status": "accepted", "next": {"task_id": 1}}'])

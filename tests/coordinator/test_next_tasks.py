@@ -1,8 +1,9 @@
-"""Tasks that bring their payload, and answers that wait for the next task and bring it."""
+"""Tasks that contain their payload, and receipts that wait for the next task and contain it."""
 
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from promptfed.coordinator.store.blobs import Upload
 from promptfed.shared.tensors.torch_tensors import decode
 from promptfed.testing.clients import ScriptedClient, content_digest, drive, trained, update_body
 from tests.support.coordinators import InThread
@@ -24,8 +26,8 @@ def coordinator(served: InThread) -> InThread:
     return served
 
 
-def asked(client: ScriptedClient, bring: bool = True) -> dict[str, Any]:
-    params = {"bring": str(bring).lower()}
+def asked(client: ScriptedClient, inline: bool = True) -> dict[str, Any]:
+    params = {"inline": str(inline).lower()}
     response = client.http.get(f"{client.path}/task", params=params, headers=client.headers)
     return dict(response.raise_for_status().json())
 
@@ -54,28 +56,28 @@ class Held:
         return self.answers[0]
 
 
-def test_a_task_brings_its_payload_to_who_asks_for_it(coordinator: InThread) -> None:
+def test_a_task_contains_its_payload_for_who_asks_for_it(coordinator: InThread) -> None:
     federation, (a, b), (task, _) = open_first_phase(coordinator)
-    assert "data" not in asked(a, bring=False)["payload"]
-    brought = asked(a)
-    content = base64.b64decode(brought["payload"].pop("data"), validate=True)
+    assert "data" not in asked(a, inline=False)["payload"]
+    whole = asked(a)
+    content = base64.b64decode(whole["payload"].pop("data"), validate=True)
     assert decode(content)[0].keys() == a.payload(task).keys()
-    assert brought["payload"] == task["payload"]
+    assert whole["payload"] == task["payload"]
     assert len(content) == task["payload"]["bytes"]
     phase = coordinator.get(f"{federation}/rounds/1")["phases"][0]
-    assert phase["bytes_down"] == 2 * len(content), "what was brought counts as served, like what was fetched"
+    assert phase["bytes_down"] == 2 * len(content), "what came within a task counts as served, like what was fetched"
     assert asked(b)["payload"]["data"] == base64.b64encode(content).decode()
 
 
 def test_a_large_payload_is_fetched(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     _, (a, _), (task, _) = open_first_phase(coordinator)
-    monkeypatch.setattr("promptfed.coordinator.api.tasks.BROUGHT_BYTES", task["payload"]["bytes"])
+    monkeypatch.setattr("promptfed.coordinator.api.tasks.INLINE_BYTES", task["payload"]["bytes"])
     assert "data" in asked(a)["payload"]
-    monkeypatch.setattr("promptfed.coordinator.api.tasks.BROUGHT_BYTES", task["payload"]["bytes"] - 1)
+    monkeypatch.setattr("promptfed.coordinator.api.tasks.INLINE_BYTES", task["payload"]["bytes"] - 1)
     assert "data" not in asked(a)["payload"]
 
 
-def test_an_answer_waits_for_the_next_task_and_brings_it(coordinator: InThread) -> None:
+def test_a_receipt_waits_for_the_next_task_and_contains_it(coordinator: InThread) -> None:
     federation, (a, b), (first, second) = open_first_phase(coordinator, rounds=2)
     held = Held(coordinator, a, first)
     phase = coordinator.get(f"{federation}/rounds/1")["phases"][0]
@@ -93,7 +95,7 @@ def test_an_answer_waits_for_the_next_task_and_brings_it(coordinator: InThread) 
     del following["payload"]["data"], following["seconds_left"], plain["seconds_left"]
     assert following == plain, "the very task that a question is answered"
     repeated = sent(a, first, held.body).json()["next"]
-    assert repeated["task_id"] == following["task_id"], "the same request brings the same task"
+    assert repeated["task_id"] == following["task_id"], "the same request has the same task"
     drive([a, b])
     assert coordinator.get(federation)["state"] == "finished"
 
@@ -126,13 +128,22 @@ def test_what_ends_the_waiting_leaves_the_receipt(coordinator: InThread, verb: s
     assert (answer.status_code, "next" in answer.json()) == (201, False)
 
 
-@pytest.mark.parametrize("seconds", ["61", "-1", "soon", ""])
-def test_a_wait_that_is_none_is_refused_before_anything_counts(coordinator: InThread, seconds: str) -> None:
+@pytest.mark.parametrize("query", ["next=61", "next=-1", "next=soon", "next=", "nxt=15"])
+def test_a_wait_that_is_none_is_refused_before_anything_counts(coordinator: InThread, query: str) -> None:
     federation, (a, _), (task, _) = open_first_phase(coordinator)
     body = update_of(a, task)
-    url = f"{a.path}/tasks/{task['task_id']}/update?next={seconds}"
+    url = f"{a.path}/tasks/{task['task_id']}/update?{query}"
     refused = a.http.put(url, content=body, headers={**a.headers, "Content-Digest": content_digest(body)})
     assert (refused.status_code, kind(refused)) == (422, "invalid-request")
-    assert json.dumps(refused.json()["errors"]).count("next")
+    assert query.partition("=")[0] in json.dumps(refused.json()["errors"])
     assert not coordinator.get(f"{federation}/rounds/1")["phases"][0]["updates"]
     assert a.send(task, body).status_code == 201
+
+
+def test_no_update_is_kept_while_its_receipt_waits(coordinator: InThread) -> None:
+    _, (a, _), (task, _) = open_first_phase(coordinator)
+    held = Held(coordinator, a, task)
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is Upload]
+    coordinator.post(f"{a.path}/cancel")
+    assert held.answer().status_code == 201

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import multiprocessing
 import signal
@@ -107,9 +108,11 @@ def test_a_round_is_one_request_of_each_client(
         return await answer(self, request)
 
     monkeypatch.setattr(InProcess, "handle_async_request", counted)
-    simulate(spec(rounds=4, evaluation={"every": 1}), SITES, backbone=backbone, features=features)
-    assert (asked["update"], asked["evaluation"], asked["payload"]) == (3 * 4, 3 * 5, 0)
-    assert 3 <= asked["task"] <= 2 * 3, "once before the first round, and once when there are no more"
+    referees = [Site(f"referee-{k}", "symbols:sketch?topic=weather&test_per_class=2", role="evaluator") for k in "ab"]
+    sites = [*SITES, *referees]  # more than have a turn at once, which nobody may keep while a receipt waits
+    simulate(spec(rounds=4, evaluation={"every": 1}), sites, backbone=backbone, features=features)
+    assert (asked["update"], asked["evaluation"], asked["payload"]) == (3 * 4, 5 * 5, 0)
+    assert 5 <= asked["task"] <= 2 * 5, "once before the first round, and once when there are no more"
 
 
 @pytest.mark.parametrize("changes", [
@@ -308,14 +311,15 @@ def test_another_backbone_than_the_specs_is_refused(backbone: Backbone, features
 
 def test_nothing_is_left_running_or_changed(backbone: Backbone, features: FeatureCache) -> None:
     torch.set_num_threads(1)
-    before = set(threading.enumerate())
+    before, garbage = set(threading.enumerate()), gc.get_threshold()
     simulate(spec(training={"threads": 2}, rounds=1), SITES[:2], backbone=backbone, features=features)
     assert set(threading.enumerate()) <= before
-    assert torch.get_num_threads() == 1
+    assert (torch.get_num_threads(), gc.get_threshold()) == (1, garbage)
 
 
 @pytest.mark.parametrize(("changes", "sites", "says", "exit"), [
     ({}, [*SITES, Site("site-0", DATA.format(0))], "two clients are called 'site-0'", Exit.BAD_INPUT),
+    ({}, [*SITES, Site("a name", DATA.format(0))], "client a name: --name: ", Exit.BAD_INPUT),
     ({}, SITES[:1], "1 trainer where participation.min_clients wants 2", Exit.BAD_INPUT),
     ({"rounds": 0}, SITES, "rounds: 0 rounds evaluate an export", Exit.BAD_INPUT),
     ({}, [*SITES, Site("lost", "symbols:nowhere")], "client lost: symbols:nowhere: unknown domain", Exit.BAD_INPUT),

@@ -48,7 +48,7 @@ class MadeUpSplit:
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     """All that goes over the wire of a simulation either way, in order: "verb path" or "answer path", head, body.
 
-    A payload that a task brings stands there too, as if it had been fetched.
+    A payload within a task stands there too, as if it had been fetched.
     """
     passed: Wire = []
     handle = InProcess.handle_async_request
