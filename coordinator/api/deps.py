@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from email.message import Message as Header
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Path, Query, Request, Response
+from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -76,6 +77,21 @@ def checked(kind: type[Model], given: Any, where: str) -> Model:
         return kind.model_validate(given, from_attributes=True)
     except ValidationError as error:
         raise RequestValidationError([{**one, "loc": (where, *one["loc"])} for one in error.errors()]) from None
+
+
+async def only_known_queries(request: Request) -> None:
+    """A dependency of declared routes, which would ignore a key of the query that they do not declare: refuses it."""
+    if request.scope["query_string"]:
+        unknown = set(request.query_params).difference(_queries_of(request.scope["route"].dependant))
+        if unknown:
+            told = [{"type": "extra_forbidden", "loc": ("query", key), "msg": ""} for key in sorted(unknown)]
+            raise RequestValidationError(told)
+
+
+def _queries_of(dependant: Dependant) -> Iterator[str]:
+    yield from (parameter.alias for parameter in dependant.query_params)
+    for further in dependant.dependencies:
+        yield from _queries_of(further)
 
 
 async def json_body(request: Request, kind: type[Model]) -> Model:

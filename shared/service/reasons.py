@@ -135,6 +135,8 @@ def offence(item: Mapping[str, Any]) -> str:
     kind, text = item["type"], str(item["msg"]).removeprefix("Value error, ")
     if kind == "missing":
         return "is missing"
+    if kind == "extra_forbidden":
+        return "is not known here; check its spelling"
     if kind == "string_pattern_mismatch" and NAME_PATTERN in text:
         return "use letters, digits and . _ - without spaces, at most 64, and begin with a letter or digit"
     if kind in ("model_type", "dict_type", "model_attributes_type", "dataclass_type"):

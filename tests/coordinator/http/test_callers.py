@@ -105,10 +105,12 @@ def test_addresses_verbs_and_bodies_that_are_not_there_are_problems(coordinator:
         http.post("/v1/federations", json=[1], headers=coordinator.operator),
         http.post("/v1/federations", json={"x": "y" * 9_000_000}, headers=coordinator.operator),
         http.get("/v1/federations?limit=0", headers=coordinator.operator),
+        http.get("/v1/federations?limit=5&page=2", headers=coordinator.operator),
     ]
     kinds = [(one.status_code, one.json()["type"].rsplit("/")[-1]) for one in found]
     wrong, large = (422, "invalid-request"), (413, "too-large")
-    assert kinds == [(404, "not-found"), (405, "method-not-allowed"), wrong, wrong, large, wrong]
+    assert kinds == [(404, "not-found"), (405, "method-not-allowed"), wrong, wrong, large, wrong, wrong]
+    assert found[-1].json()["detail"] == "query.page: is not known here; check its spelling"
     for one in found:
         assert one.headers["content-type"] == "application/problem+json"
         assert one.json()["status"] == one.status_code
