@@ -127,7 +127,9 @@ class TaskLoop:
             Refused: 410 when the federation has ended, 401 or 403 when this client is no longer part of it.
         """
         await self._expect_whole_ledger()
-        await self._send_pending()
+        if self.state.pending() is not None:
+            await self._send_pending()
+            await self.compute.run(lambda: self.work.restore_serving(self.compute.stopped))  # by what it committed
         await self._send_unsent()
         while True:
             self.monitor.stage("waiting")
@@ -164,14 +166,13 @@ class TaskLoop:
             self.work.expect_policy(task)
             self.agreement.expect(task)
             await self._expect_whole_ledger()
-            payload = await self.coordinator.payload(task, self.state.folder / PAYLOADS)
             if self._secure is not None:
                 secure = self._secure
                 await self.compute.run(lambda: secure.settle(task))
             if self._secure is not None and task.kind != "evaluate":
-                await self._exchange(self._secure, task, payload)
+                await self._exchange(self._secure, task)
                 return
-            await (self._train if task.kind == "train" else self._evaluate)(task, payload, turn)
+            await (self._train if task.kind == "train" else self._evaluate)(task, turn)
         except Refused as refused:
             self._note(refused, task)
         except TaskCancelled:
@@ -193,14 +194,21 @@ class TaskLoop:
                 raise  # a simulation ends with what is wrong in its method
             await self._give_up(task, type(error).__name__, "the client's own log says why")
 
-    async def _train(self, task: Task, payload: bytes | Path, turn: AsyncExitStack) -> None:
-        metrics = await self._watched(task, partial(self.work.train, task, payload))
+    async def _payload(self, task: Task) -> bytes | Path:
+        content = await self.coordinator.payload(task, self.state.folder / PAYLOADS)
+        task.payload.data = None
+        return content
+
+    async def _train(self, task: Task, turn: AsyncExitStack) -> None:
+        # No variable has the payload: hundreds of clients in one process do not keep it while their receipts wait.
+        metrics = await self._watched(task, partial(self.work.train, task, await self._payload(task)))
         self._note_sending(task)
         self.monitor.tell("trained", **_facts(task), payload=task.payload.sha256, **metrics)
         await self._send_pending(turn)
 
-    async def _exchange(self, secure: SecureWork, task: Task, payload: bytes | Path) -> None:
+    async def _exchange(self, secure: SecureWork, task: Task) -> None:
         """Answer a step of a secure sum. The answer is on the disk before it is sent."""
+        payload = await self._payload(task)
         secure.expect(task)
         if task.kind == "train" and not secure.is_trained(task):
             trained = await self._watched(task, partial(self.work.trained, task, payload))
@@ -275,9 +283,11 @@ class TaskLoop:
                 raise
             log.info("the answer that was under way was refused: %s", refused)
 
-    async def _evaluate(self, task: Task, payload: bytes | Path, turn: AsyncExitStack) -> None:
+    async def _evaluate(self, task: Task, turn: AsyncExitStack) -> None:
+        payload = await self._payload(task)
         with unexplained(self.work.hides_failures, "evaluation"):
             result = await self._watched(task, partial(self.work.evaluate, task, payload))
+        del payload  # as in training
         self.work.expect_policy()
         self._note_sending(task)
         await turn.aclose()  # the receipt waits for the next task: others' turns do not

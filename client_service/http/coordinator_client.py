@@ -43,8 +43,9 @@ from promptfed.shared.service.net import http_options, trust
 from promptfed.shared.service.reasons import why
 
 IN_FILES = 16 << 20  # bytes from which a payload comes into a file
-# An update is answered once the whole was hashed, looked through and put on the disk.
+# An update is answered once the whole was hashed, looked through and put on the disk; a small one soon.
 TIMEOUTS = httpx.Timeout(300.0, connect=TIMEOUT.connect)
+SMALL_SECONDS = 60.0
 BROKEN_OFF = ("incomplete-body", "upload-timeout", "digest-mismatch")  # refusals of what did not arrive as it was sent
 ATTEMPTS = 3  # that may end with one of them
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
@@ -59,8 +60,8 @@ async def send(
 ) -> Reply:
     """Send a body to ``url``, again from its beginning where it breaks off; the answer that accepts it.
 
-    The first one asks the coordinator to answer with the next task, once there is one within ``wait`` seconds.
-    Later ones do not: something on the way may end whatever takes long.
+    The first one, of a small body, asks the coordinator to answer with the next task, once there is one within ``wait``
+    seconds. Later ones do not: something on the way may end whatever takes long.
 
     Raises:
         Refused: the coordinator does not take it.
@@ -77,8 +78,9 @@ async def send(
     async def attempt() -> Reply:
         nonlocal broken, query
         asked, query = url + query, ""
+        timeouts = TIMEOUTS if asked == url else httpx.Timeout(wait + SMALL_SECONDS, connect=TIMEOUT.connect)
         try:
-            return await connection.once("PUT", asked, body.parts, headers, TIMEOUTS, limit=MAX_JSON_BYTES, whole=body)
+            return await connection.once("PUT", asked, body.parts, headers, timeouts, limit=MAX_JSON_BYTES, whole=body)
         except Refused as refused:
             broken += 1
             if refused.kind not in BROKEN_OFF or broken == ATTEMPTS:

@@ -40,7 +40,7 @@ from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, Clien
 from promptfed.client_service.training.evaluation import Evaluation
 from promptfed.client_service.training.payloads import as_sent, check_payload, known_sizes, phase_of
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig, UpdateMetadata
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import (
@@ -56,7 +56,8 @@ from promptfed.shared.methods.core.interface import (
 from promptfed.shared.metrics import Record
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 from promptfed.shared.seeds import derive_seed
-from promptfed.shared.tensors import Tensors
+from promptfed.shared.spec.spec import SpecError
+from promptfed.shared.tensors import TensorError, Tensors
 from promptfed.shared.tensors.compression import compressed, subtracted
 from promptfed.shared.tensors.torch_tensors import DTYPES, arrays_of, decode_place, encode, state_hash, tensors_of
 
@@ -371,8 +372,12 @@ class TaskWork:
     def restore_serving(self, cancelled: Cancelled) -> None:
         """Serve predictions again from the last evaluation's payload, after a restart."""
         serving = self.state.serving() if self.predictor is not None else None
-        if serving is not None:
+        if serving is None:
+            return
+        try:
             self._serve(serving, cancelled)
+        except (MethodError, BackboneError, TensorError, SpecError) as error:
+            log.warning("predictions wait for the next evaluation: the kept prompts cannot be used (%s)", error)
 
     def _serve(self, serving: Serving, cancelled: Cancelled) -> tuple[Served, ServedParts]:
         method, context = self._context(serving.config, serving.round, serving.phase, cancelled)

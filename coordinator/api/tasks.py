@@ -99,7 +99,7 @@ async def get_task(request: Request) -> Response:
     open_now = caller.federation.tasks.get(caller.client.name)
     if poll.progress is not None and open_now is not None and open_now.id == poll.carrying:
         registry.last_seen.is_at(open_now.id, poll.progress)
-    task = await next_task(registry, caller, poll.wait, poll.carrying, poll.inline)
+    task = await next_task(request, caller, poll.wait, poll.carrying, poll.inline)
     if task is None:
         return Response(status_code=status.HTTP_204_NO_CONTENT)
     return Response(task, media_type="application/json")
@@ -110,12 +110,13 @@ def _query(request: Request) -> dict[str, str]:
 
 
 async def next_task(
-    registry: Registry, caller: CallingClient, wait_seconds: float, carrying: str | None = None, inline: bool = False
+    request: Request, caller: CallingClient, wait_seconds: float, carrying: str | None = None, inline: bool = False
 ) -> str | None:
     """The task as JSON; None if there is none within ``wait_seconds``. Raises as ``get_task`` describes.
 
     ``inline``: with its payload, if that is small and in memory.
     """
+    registry: Registry = request.app.state.registry
     key = (caller.federation.id, caller.client.name)
     until = clock.monotonic() + wait_seconds
     registry.metrics.waiting.inc()
@@ -129,7 +130,8 @@ async def next_task(
                 served = _other_task(registry, caller, carrying, served)
             left = until - clock.monotonic()
             if served is not None:
-                return _message(registry, *served, inline)
+                # A payload counts as served: nobody is there any more where something on the way has hung up.
+                return _message(registry, *served, inline and not await request.is_disconnected())
             if left <= 0 or registry.wakeups.closed:
                 return None
             await wait(wakeup, left)
@@ -268,14 +270,14 @@ def _sent_parameters(
 
 
 async def _receipt(
-    registry: Registry, caller: CallingClient, receipt: api_schemas.Receipt, new: bool, seconds: float
+    request: Request, caller: CallingClient, receipt: api_schemas.Receipt, new: bool, seconds: float
 ) -> Receipt:
     """The receipt of a stored answer, once there is the client's next task or the seconds are over."""
     content = receipt.model_dump_json()
     if seconds:
-        with suppress(problems.Refusal):  # the client's next question is answered so
-            if (task := await next_task(registry, caller, seconds, inline=True)) is not None:
-                registry.committer.notice()  # its answer may follow soon
+        with suppress(Exception):  # the answer is stored, and the client's next question is answered so
+            if (task := await next_task(request, caller, seconds, inline=True)) is not None:
+                request.app.state.registry.committer.notice()  # its answer may follow soon
                 content = f'{content[:-1]}, "next": {task}}}'
     return Receipt(content, new)
 
@@ -315,7 +317,7 @@ async def put_update(request: Request) -> Response:
             new = await submissions.accept_update(registry, federation, client, task_id, upload)
     receipt = UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
     del upload  # its bytes are not kept while the receipt waits
-    return await _receipt(registry, caller, receipt, new, wait_seconds)
+    return await _receipt(request, caller, receipt, new, wait_seconds)
 
 
 async def _sending(request: Request) -> tuple[CallingClient, str, str, Registry]:
@@ -351,7 +353,8 @@ async def put_evaluation(request: Request) -> Response:
         evaluation = await json_body(request, EvaluationRequest)
         new = await submissions.accept_evaluation(registry, caller.federation, caller.client, task_id, evaluation)
     receipt = api_schemas.Receipt(task_id=task_id, status="accepted")
-    return await _receipt(registry, caller, receipt, new, wait_seconds)
+    del evaluation  # as of an update
+    return await _receipt(request, caller, receipt, new, wait_seconds)
 
 
 @plain(

@@ -214,12 +214,12 @@ class Metrics:
         self.private = self._counter(
             "privacy_failures", "Tasks that a client's privacy budget or its site's policy refused", "kind"
         )
-        self.waiting = Gauge("promptfed_waiting_clients", "Long polls under way", registry=self.registry)
+        self.waiting = Gauge("promptfed_waiting_clients", "Requests that wait for a task", registry=self.registry)
         self.streams = Gauge("promptfed_event_streams", "Event streams under way", registry=self.registry)
         self.uploads = Gauge("promptfed_uploads", "Uploads under way", registry=self.registry)
         self.job_seconds = self._histogram("work_seconds", "Tensor work by kind", "kind")
         self.stages = self._histogram("phase_seconds", "From a phase's opening to its committed state, by kind", "kind")
-        self.receiving = self._histogram("update_seconds", "From the head of an update's request to its answer")
+        self.receiving = self._histogram("update_seconds", "From the head of an update's request until it is stored")
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:

@@ -123,6 +123,30 @@ def test_killed_round_the_sending_the_stored_update_is_sent(
     assert statuses == [201, 201] if moment == "before" else sorted(statuses) == [200, 201, 201]
 
 
+def test_what_was_accepted_is_committed_after_the_federations_end(
+    make: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its receipt waited for the next task when the client was killed, and the federation ended meanwhile."""
+    coordinator = make.coordinator(rounds=2, method=COOP, training=TRAINING)
+    with pytest.raises(Killed):
+        wire = Wire(coordinator.app, after=once(kill, 2))
+        asyncio.run(make.worker(coordinator, http=httpx.AsyncClient(transport=wire)).run())
+    coordinator.state, coordinator.plan = "finished", []
+    served: list[int | None] = []
+    restore = trainer.TaskWork.restore_serving
+
+    def restored(self: trainer.TaskWork, cancelled: Any) -> None:
+        restore(self, cancelled)
+        served.append(self.state.committed()[1].round)
+
+    monkeypatch.setattr(trainer.TaskWork, "restore_serving", restored)
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
+    assert outcome(coordinator, settings)[2].round == 2
+    assert served == [1, 2], "predictions come from what was committed last"
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
+    assert served == [1, 2], "nothing is left to take part in"
+
+
 def test_killed_in_training_the_task_is_trained_again_from_committed_state(
     make: Make,
     settings: Settings,

@@ -102,7 +102,8 @@ def test_a_task_that_was_closed_is_dropped_and_the_next_one_carried_out(make: Ma
     closed: list[str] = []
 
     def close(request: Request) -> Response | None:
-        if "carrying" not in request.query_params or closed:
+        training = coordinator.plan and coordinator.plan[0][0] == "train"  # an evaluation on a busy machine is long too
+        if "carrying" not in request.query_params or closed or not training:
             return None
         closed.append(request.query_params["carrying"])
         coordinator.plan.pop(0)

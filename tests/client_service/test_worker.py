@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from promptfed.client_service import task_loop
 from promptfed.client_service.__main__ import main
 from promptfed.client_service.exits import ClientError, Exit, Failure
+from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.monitor import EventJsonLines, EventTextLines, Monitor, Status, sentence
 from promptfed.client_service.privacy.agreement import ANSWERS, FILE
 from promptfed.client_service.privacy.ledger import Ledger
@@ -36,7 +37,7 @@ from promptfed.client_service.training import trainer
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError, Source, Split
-from promptfed.shared.messages import PrivacyEvent, SpendReport
+from promptfed.shared.messages import PrivacyEvent, SpendReport, Task
 from promptfed.shared.methods.core.interface import ClientContext, Needs, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.accounting import epsilon_of
@@ -97,6 +98,40 @@ def test_the_update_names_its_task_its_payload_and_finite_metrics(make: Make) ->
     assert facts["trained"]["trained_parameters"] == coordinator.global_state["context"].numel()
     (update,) = (body for body in coordinator.received if b"payload_sha256" in body)
     assert b'\\"task_id\\":\\"task-2\\"' in update
+
+
+class Payload(bytes):
+    """Knows how many there are."""
+
+    living: ClassVar[int] = 0
+
+    def __new__(cls, content: bytes) -> Payload:
+        cls.living += 1
+        return super().__new__(cls, content)
+
+    def __del__(self) -> None:
+        Payload.living -= 1
+
+
+def test_no_payload_is_kept_while_a_receipt_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = make.coordinator(rounds=2)
+    fetch = CoordinatorClient.payload
+    living: list[int] = []
+
+    async def payload(self: CoordinatorClient, task: Task, folder: Path | None = None) -> Payload:
+        content = await fetch(self, task, folder)
+        assert isinstance(content, bytes)
+        return Payload(content)
+
+    def look(request: Request) -> None:
+        if request.method == "PUT":
+            living.append(Payload.living)
+
+    monkeypatch.setattr(CoordinatorClient, "payload", payload)
+    coordinator.alter = look
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
+    assert living == [0, 0, 0, 0]
+    assert coordinator.count("GET", "/task") == 2, "the first and the last question: receipts bring the other tasks"
 
 
 def test_labels_follow_the_federations_order_of_classes(make: Make, backbone: Backbone, source: Source) -> None:

@@ -147,3 +147,27 @@ def test_no_update_is_kept_while_its_receipt_waits(coordinator: InThread) -> Non
     assert not [one for one in gc.get_objects() if type(one) is Upload]
     coordinator.post(f"{a.path}/cancel")
     assert held.answer().status_code == 201
+
+
+def test_a_payload_for_who_has_hung_up_is_not_served(coordinator: InThread) -> None:
+    federation, (a, b), (first, second) = open_first_phase(coordinator)
+    url, body = f"{a.path}/tasks/{first['task_id']}/update", update_of(a, first)
+    headers = {**a.headers, "Content-Digest": content_digest(body)}
+    for _ in range(2):
+        with pytest.raises(httpx.ReadTimeout):
+            a.http.put(url, params={"next": 60}, content=body, headers=headers, timeout=httpx.Timeout(PATIENCE, read=1))
+    b.send(second, update_of(b, second)).raise_for_status()
+    coordinator.task(a)
+    size = asked(a)["payload"]["bytes"]
+    assert coordinator.get(f"{federation}/rounds/1")["evaluation"]["bytes_down"] == size
+
+
+def test_what_fails_while_a_receipt_waits_leaves_it(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (a, _), (task, _) = open_first_phase(coordinator)
+
+    async def away(*about: Any, **more: Any) -> None:
+        raise OSError("the database is away")
+
+    monkeypatch.setattr("promptfed.coordinator.api.tasks.next_task", away)
+    answer = sent(a, task, update_of(a, task))
+    assert (answer.status_code, "next" in answer.json()) == (201, False)

@@ -177,14 +177,14 @@ class FakeCoordinator:
 
         @app.put(base + "/tasks/{task_id}/update")
         async def update(task_id: str, request: Request) -> Response:
-            return self._refuse(request) or self._take_update(task_id, await request.body())
+            return self._refuse(request) or self._receipt(request, self._take_update(task_id, await request.body()))
 
         @app.put(base + "/tasks/{task_id}/evaluation")
         async def evaluation(task_id: str, request: Request) -> Response:
             if task_id == self.task_id:
                 self.evaluations.append(await request.json())
                 self.plan.pop(0)
-            return Response(status_code=201)
+            return self._receipt(request, Response(status_code=201))
 
         @app.post(base + "/tasks/{task_id}/failure")
         async def failure(task_id: str, request: Request) -> Response:
@@ -196,6 +196,15 @@ class FakeCoordinator:
         if self.client is None or request.headers["authorization"] != f"Bearer {self.client.secret}":
             return problem(401, "unauthorized", "no such client")
         return None
+
+    def _receipt(self, request: Request, answer: Response) -> Response:
+        """With the next task, if there is one and that was asked for."""
+        if answer.status_code not in (200, 201):
+            return answer
+        asked = self.plan and self.state != "paused" and "next" in request.query_params
+        told = {"next": self.current_task()} if asked else {}
+        task_id = request.url.path.split("/")[-2]
+        return JSONResponse({"task_id": task_id, "status": "accepted", **told}, answer.status_code)
 
     def _take_update(self, task_id: str, body: bytes) -> Response:
         digest = hashlib.sha256(body).hexdigest()
