@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
@@ -25,7 +25,7 @@ from promptfed.coordinator.api import (
     tasks,
 )
 from promptfed.coordinator.api import federations as federations_api
-from promptfed.coordinator.api.deps import ROUTES, endpoint_of, only_known_queries
+from promptfed.coordinator.api.deps import ROUTES, endpoint_of
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler
@@ -49,7 +49,14 @@ from promptfed.shared.spec.section import OtherVersion, expect_ours
 
 log = logging.getLogger("promptfed.coordinator")
 
-ROUTERS = (federations_api, clients, tasks, results, operators)
+ROUTERS = (
+    public,
+    federations_api,
+    clients,
+    tasks,
+    results,
+    operators,
+)
 ANSWERED_AS_PROBLEMS: tuple[type[Exception], ...] = (
     problems.Refusal,
     RequestValidationError,
@@ -124,9 +131,8 @@ def create_app(settings: Settings) -> Application:
     )
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
     app.router.routes += ROUTES.values()
-    app.include_router(public.router)
     for module in ROUTERS:
-        app.include_router(module.router, dependencies=[Depends(only_known_queries)])
+        app.include_router(module.router)
     public.add_files_of_docs(app)
     for kind in ANSWERED_AS_PROBLEMS:
         app.add_exception_handler(kind, _answer)

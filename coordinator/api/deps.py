@@ -79,21 +79,6 @@ def checked(kind: type[Model], given: Any, where: str) -> Model:
         raise RequestValidationError([{**one, "loc": (where, *one["loc"])} for one in error.errors()]) from None
 
 
-async def only_known_queries(request: Request) -> None:
-    """A dependency of declared routes, which would ignore a key of the query that they do not declare: refuses it."""
-    if request.scope["query_string"]:
-        unknown = set(request.query_params).difference(_queries_of(request.scope["route"].dependant))
-        if unknown:
-            told = [{"type": "extra_forbidden", "loc": ("query", key), "msg": ""} for key in sorted(unknown)]
-            raise RequestValidationError(told)
-
-
-def _queries_of(dependant: Dependant) -> Iterator[str]:
-    yield from (parameter.alias for parameter in dependant.query_params)
-    for further in dependant.dependencies:
-        yield from _queries_of(further)
-
-
 async def json_body(request: Request, kind: type[Model]) -> Model:
     """The body of a known caller as a model. Raises RequestValidationError and HTTPException."""
     seconds = request.app.state.settings.upload_timeout_seconds
@@ -187,9 +172,25 @@ def _who_may(role: OperatorRole, scheme: HTTPBearer) -> Callable[..., Awaitable[
         if LEVELS[caller.role] < LEVELS[role]:
             raise WrongRole(f"this call takes the role {role}; {caller.name} has the role {caller.role}")
         audit.actor.set(audit.Actor(caller.name, caller.role, address_of(request)))
+        _expect_known_query(request)
         return caller
 
     return operator
+
+
+def _expect_known_query(request: Request) -> None:
+    """Refuse a known caller's query with a key that the declared route does not have, which it would ignore."""
+    if request.scope["query_string"]:
+        unknown = set(request.query_params).difference(_queries_of(request.scope["route"].dependant))
+        if unknown:
+            told = [{"type": "extra_forbidden", "loc": ("query", key), "msg": ""} for key in sorted(unknown)]
+            raise RequestValidationError(told)
+
+
+def _queries_of(dependant: Dependant) -> Iterator[str]:
+    yield from (parameter.alias for parameter in dependant.query_params)
+    for further in dependant.dependencies:
+        yield from _queries_of(further)
 
 
 IsViewer = Annotated[OperatorCaller, Depends(_who_may("viewer", _viewer_scheme))]
@@ -228,7 +229,9 @@ async def _enrolling(
     federation: FederationId,
     _: Annotated[HTTPAuthorizationCredentials | None, Depends(_enrolment_scheme)],
 ) -> Federation:
-    return (await enrolling(request))[0]
+    found = await enrolling(request)
+    _expect_known_query(request)
+    return found[0]
 
 
 async def enrolling(request: Request) -> tuple[Federation, str]:
@@ -270,7 +273,9 @@ async def _client(
     federation: FederationId,
     _: Annotated[HTTPAuthorizationCredentials | None, Depends(_client_scheme)],
 ) -> CallingClient:
-    return await calling_client(request)
+    caller = await calling_client(request)
+    _expect_known_query(request)
+    return caller
 
 
 async def calling_client(request: Request) -> CallingClient:
