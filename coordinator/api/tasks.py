@@ -130,11 +130,12 @@ async def next_task(
                 served = _other_task(registry, caller, carrying, served)
             left = until - clock.monotonic()
             if served is not None:
-                # A payload counts as served: nobody is there any more where something on the way has hung up.
-                return _message(registry, *served, inline and not await request.is_disconnected())
+                return _message(registry, *served, inline)
             if left <= 0 or registry.wakeups.closed:
                 return None
             await wait(wakeup, left)
+            # Where something on the way has hung up, no payload counts as served.
+            inline = inline and not await request.is_disconnected()
     finally:
         registry.metrics.waiting.dec()
 
