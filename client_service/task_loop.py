@@ -195,6 +195,7 @@ class TaskLoop:
             await self._give_up(task, type(error).__name__, "the client's own log says why")
 
     async def _payload(self, task: Task) -> bytes | Path:
+        """The task's payload, which the task itself no longer contains."""
         content = await self.coordinator.payload(task, self.state.folder / PAYLOADS)
         task.payload.data = None
         return content

@@ -338,9 +338,8 @@ def test_an_answer_that_is_cut_off_is_sent_again_without_a_wait(kind: str, cut: 
     script.client.sent = SentLog(lambda what, facts: lines.append((what, facts["message"])))
     assert asyncio.run(answer(script.client, kind)) is None
     assert [request.url.query for request in script.requests] == [b"next=15", b""]
-    assert [request.extensions["timeout"]["read"] for request in script.requests] == [75, 300], (
-        "a lost connection is soon told"
-    )
+    seconds = [request.extensions["timeout"]["read"] for request in script.requests]
+    assert seconds == [75, 300], "a connection that is lost without a word is given up soon"
     assert len({request.content for request in script.requests}) == 1
     assert lines == [("sent", kind)], "one message, however often it is sent"
 

@@ -98,6 +98,7 @@ def test_a_receipt_waits_for_the_next_task_and_contains_it(coordinator: InThread
     assert repeated["task_id"] == following["task_id"], "the same request has the same task"
     drive([a, b])
     assert coordinator.get(federation)["state"] == "finished"
+    assert sent(a, first, held.body).status_code == 200, "a client that was stopped before it came is told later"
 
 
 def test_an_evaluation_waits_too(coordinator: InThread) -> None:
