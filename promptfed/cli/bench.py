@@ -120,7 +120,8 @@ def setting_of(options: BenchOptions) -> Setting:
         "targets": _names(options.targets),
         "curve": whole_numbers(options.curve, "--curve"),
     }
-    return Setting(**{field.name: getattr(options, field.name) for field in fields(Setting)} | lists)
+    given = {field.name: getattr(options, field.name) for field in fields(Setting) if hasattr(options, field.name)}
+    return Setting(**given | lists)
 
 
 def _names(text: str) -> tuple[str, ...]:

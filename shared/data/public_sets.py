@@ -125,17 +125,30 @@ def _class_names(name: str, dataset: Any) -> tuple[str, ...]:
     known = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
     if known is None:
         raise DataError(f"torchvision's {name} names no classes: it cannot be classified by their names.")
-    # ImageNet's names are tuples of synonyms; the first one is used.
+    # Those of ImageNet's kin are tuples of synonyms; the first one is used.
     names = [label[0] if isinstance(label, tuple) else str(label) for label in known]
     if name == "EuroSAT":
         names = [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", label) for label in names]  # AnnualCrop
     elif name.startswith("MNIST"):
         names = [label.split(" - ")[-1] for label in names]  # 0 - zero
-    return _distinct([" ".join(label.replace("_", " ").replace("/", " ").split()) for label in names])
+    return _distinct(_curated([" ".join(label.replace("_", " ").replace("/", " ").split()) for label in names]))
+
+
+def _curated(names: list[str]) -> list[str]:
+    """``names``, but ImageNet's as CLIP's authors curated them; of two classes with one curated name the first synonym.
+
+    WordNet's "crane" is a bird and a machine.
+    """
+    if len(names) != 1000 or not names[0].startswith("tench"):
+        return names
+    from open_clip import IMAGENET_CLASSNAMES as curated
+
+    first = [name.split(",")[0] for name in names]
+    return [theirs if curated.count(theirs) == 1 else own for own, theirs in zip(first, curated, strict=True)]
 
 
 def _distinct(names: list[str]) -> tuple[str, ...]:
-    """The names with numbers added to duplicates (ImageNet has two cranes)."""
+    """The names with numbers added to duplicates."""
     seen: dict[str, int] = {}
     made = []
     for name in names:
@@ -166,7 +179,7 @@ def open_hugging_face(body: str, options: Options) -> Source:
             raise DataError(f"{options.uri}: has no split {name}; it has {', '.join(splits)}.")
     train = splits[train_name]
     image, label = _columns(train, options)
-    names = tuple(" ".join(name.replace("_", " ").split()) for name in train.features[label].names)
+    names = tuple(_curated([" ".join(name.replace("_", " ").split()) for name in train.features[label].names]))
     first = _dataset_split(train, image, label, names, options)
     if test_name is None:
         rows = train_test(first.labels, options.split_seed, names=names)

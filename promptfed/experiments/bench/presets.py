@@ -32,7 +32,6 @@ SOURCES = {
     "pacs": _DOMAIN_SETS,
     "vlcs": _DOMAIN_SETS,
     "office_home": "hemanthdv.org/officeHomeDataset.html",
-    "terra_incognita": _DOMAIN_SETS,
     "office_home_10": "hemanthdv.org/officeHomeDataset.html, ten classes of it",
     "domainnet": "ai.bu.edu/M3SDA",
     "office31": "the links in github.com/jindongwang/transferlearning (data)",
@@ -56,10 +55,10 @@ def _labelled(methods: object) -> object:
 class Preset(BaseModel):
     """One table. ``methods`` are entries by their label in the table; in a list, each entry is its own label.
 
-    ``each`` names several data sets and runs one panel for each: the name replaces ``{data}``, and ``clients`` and
-    ``domains`` hold numbers of clients and domains that differ from the setting's. ``paper`` has the printed figures by
-    panel and label, in the order of ``columns``. ``reduced_targets`` are the targets of a reduced run, all by default.
-    ``notes`` are printed below the table.
+    ``each`` names several data sets and runs one panel for each: the name replaces ``{data}``, and ``clients`` holds
+    numbers of clients that differ from the setting's. ``paper`` has the printed figures by panel and label, in the
+    order of ``columns``; an average that is not that of its row within rounding is null, and the notes name it.
+    ``reduced_targets`` are the targets of a reduced run, all by default. ``notes`` are printed below the table.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -72,7 +71,6 @@ class Preset(BaseModel):
     m: int | None = None
     each: tuple[str, ...] = ()
     clients: dict[str, int] = {}
-    domains: dict[str, tuple[str, ...]] = {}
     columns: tuple[str, ...] = ()
     paper: dict[str, Figures] = {}
     reduced_targets: tuple[str, ...] = ()
@@ -91,7 +89,6 @@ class Preset(BaseModel):
             data=tuple(uri.replace("{root}", root) for uri in uris),
             targets=self.reduced_targets if reduced else self.setting.targets,
             clients=self.clients.get(panel, self.setting.clients),
-            domains=self.domains.get(panel, self.setting.domains),
         )
 
     def bench(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import fmean, harmonic_mean, pstdev
 from typing import Any, ClassVar
@@ -25,7 +25,8 @@ UNSEEN_DOMAIN = "{target}"  # in data: the domain that is left out, for sources 
 class Setting:
     """A bench's data and their division over clients. Each of ``domains`` replaces ``{domain}`` in ``data``.
 
-    ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images.
+    ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images. ``words`` describe
+    domains, of presets whose folders' names do not.
     Sources that draw their test images draw others for every seed, so that a spread over seeds includes their
     sampling.
     """
@@ -41,6 +42,7 @@ class Setting:
     validation: float | None = None
     curve: tuple[int, ...] = (1, 2, 4, 8, 16)
     target_images: str = "test"
+    words: Mapping[str, str] = field(default_factory=dict)
 
     def uri(self, data: str, seed: int, **options: Any) -> str:
         """``data`` with the setting's options for this seed and ``options`` (None: left out)."""
@@ -230,7 +232,7 @@ class LeaveOneDomainOut(Protocol):
     def used(self, setting: Setting) -> frozenset[str]:
         """Fields of training, domains and targets; every domain is a client."""
         held_out = setting.validation is not None
-        return _TRAINING | {"domains", "targets"} | (set() if held_out else {"target_images"})
+        return _TRAINING | {"domains", "targets", "words"} | (set() if held_out else {"target_images"})
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """The targets, their mean, and the clients' own domains."""
@@ -251,11 +253,12 @@ class LeaveOneDomainOut(Protocol):
             unseen = setting.unseen(uris[target], seed)
             tests = {TARGET: unseen} if personal else {}
             sites = [
-                Site(_client(domain), setting.uri(uri, seed), tests=tests)
+                Site(_client(domain), setting.uri(uri, seed), tests=tests, domain=setting.words.get(domain))
                 for domain, uri in uris.items()
                 if domain != target
             ]
-            referees = [] if personal else [Site(_client(f"{TARGET}-{target}"), unseen, role="evaluator")]
+            words = setting.words.get(target)
+            referees = [] if personal else [Site(_client(f"{TARGET}-{target}"), unseen, "evaluator", domain=words)]
             trials.append(Trial(target, {"class_names": names}, (*sites, *referees)))
         return trials
 

@@ -10,13 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from promptfed.shared.data import DataError, Source, open_source, symbols
+from promptfed.shared.data import DataError, Source, open_source, public_sets, symbols
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.data.folder import contact_sheet
 from promptfed.shared.data.image_files import image_digest, read_image
@@ -604,6 +605,19 @@ def test_caltech_has_the_hundred_classes_of_coop_s_split(tmp_path: Path) -> None
     assert found.class_names == ("Faces", "accordion")
     assert {round(shade / 60) for name, shade in shades(found, "train") if name == "accordion"} == {2}
     assert (len(found.train), len(found.test)) == (8, 2)
+
+
+def test_imagenet_has_the_names_that_clip_s_authors_gave_it() -> None:
+    """Of torchvision's 1,000 tuples and of a hub's synonyms; two classes of one curated name keep their own words."""
+    words = {n: f"class {n}" for n in range(1000)} | {0: "tench", 134: "crane", 657: "missile", 744: "projectile"}
+    tuples = SimpleNamespace(classes=[(words[n], "synonym") for n in range(1000)])
+    found = public_sets._class_names("ImageNet", tuples)
+    assert [found[n] for n in (0, 1, 134, 517, 657, 744)] == [
+        "tench", "goldfish", "crane bird", "construction crane", "missile", "projectile",
+    ]  # fmt: skip
+    assert len(set(found)) == 1000
+    assert public_sets._curated([f"{words[n]}, synonym" for n in range(1000)]) == list(found)
+    assert public_sets._class_names("Imagenette", SimpleNamespace(classes=tuples.classes[:10]))[1] == "class 1"
 
 
 def test_food_keeps_its_labels_in_json(tmp_path: Path) -> None:
