@@ -446,7 +446,8 @@ def _read_ahead(
     def begin_apart(batch: Tensor, images: Sequence[tuple[int, int]], files: Sequence[Path]) -> Reading:
         """Have another process read them into ``batch``."""
         assert cut is not None
-        settings = {"cut": asdict(cut), "paths": [str(file) for file in files]}
+        digests = [split.digest(index) for _, index in images]
+        settings = {"cut": asdict(cut), "paths": [str(file) for file in files], "digests": digests}
         slots = [slot for slot, _ in images]
         place = batch[slots[0] : slots[0] + len(slots)] if slots[-1] - slots[0] < len(slots) else None
         pixels = batch.new_empty(len(slots), *shape[1:]) if place is None else place

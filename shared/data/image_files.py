@@ -82,8 +82,9 @@ def shrunk(image: Image.Image) -> Image.Image:
 
 def image_digest(image: Image.Image) -> str:
     """SHA-256 (hex) of an image's size and decoded RGB bytes: equal pixels have equal digests in any file format."""
-    header = f"{image.width}x{image.height}|".encode()
-    return hashlib.sha256(header + image.tobytes()).hexdigest()
+    digest = hashlib.sha256(f"{image.width}x{image.height}|".encode())
+    digest.update(image.tobytes())
+    return digest.hexdigest()
 
 
 def middle(image: Image.Image) -> Image.Image:

@@ -92,6 +92,9 @@ def _load_torchvision(kind: Any, root: str, way: dict[str, Any], options: Option
 
 
 def _torchvision_split(name: str, dataset: Any) -> Split:
+    def title(row: int) -> str:
+        return f"image {row} of torchvision's {name}"
+
     def read(row: int) -> Image.Image:
         try:
             image = dataset[row][0]
@@ -99,9 +102,9 @@ def _torchvision_split(name: str, dataset: Any) -> Split:
                 raise ValueError(f"it is {type(image).__name__}, no image")
             return in_rgb(image)
         except (*UNREADABLE, Image.DecompressionBombError) as error:
-            raise DataError(f"image {row} of torchvision's {name} cannot be read ({why(error)}).") from error
+            raise DataError(f"{title(row)} cannot be read ({why(error)}).") from error
 
-    return Split(_labels(name, dataset), read)
+    return Split(_labels(name, dataset), read, name=title)
 
 
 def _labels(name: str, dataset: Any) -> torch.Tensor:
@@ -232,4 +235,4 @@ def _dataset_split(dataset: Any, image: str, label: str, names: tuple[str, ...],
         except (*UNREADABLE, AttributeError) as error:
             raise DataError(f"row {row}: column {image} holds no readable image ({why(error)}).") from error
 
-    return Split(labels, read)
+    return Split(labels, read, name=lambda row: f"row {row}")

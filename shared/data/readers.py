@@ -30,7 +30,7 @@ _ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", 
 class Request:
     """A file to be read: its ``facts``, whether it can be decoded (``check``), or its ``pixels``.
 
-    ``cut``: what a `Cut` makes of several images, which ``settings`` name.
+    ``cut``: what a `Cut` makes of several images, which ``settings`` name with their digests.
     """
 
     do: str
@@ -121,7 +121,7 @@ def _answer(told: dict[str, Any], body: memoryview) -> Answer:
     if "mode" not in told:
         return Answer(told.get("error"), told.get("facts"))
     image = Image.frombytes(told["mode"], tuple(told["size"]), body).convert("RGB") if body else None
-    return Answer(digest=told["digest"], image=image)
+    return Answer(digest=told.get("digest", ""), image=image)
 
 
 class Readers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -68,10 +67,11 @@ class Split:
         *,
         digest: Callable[[int], str] | None = None,
         path: Callable[[int], Path | None] = lambda row: None,
+        name: Callable[[int], str] | None = None,
     ) -> None:
-        """read: returns the RGB image at a row of ``labels``; digest: returns its `image_digest` without computing it.
+        """read: returns the RGB image at a row of ``labels``; digest: its `image_digest` when the data were opened.
 
-        path: the file from which `read_image` reads a row.
+        path: the file from which `read_image` reads a row; name: what a row is called in errors, by default its path.
         """
         if groups is not None and len(groups) != len(labels):
             raise ValueError(f"{len(groups)} groups for {len(labels)} labels")
@@ -80,14 +80,29 @@ class Split:
         self._rows = torch.arange(len(labels))
         self._read = read
         self._path = path
-        self._digest = digest or cache(lambda row: image_digest(read(row)))
+        self._name = name or (lambda row: str(path(row) or f"image {row}"))
+        self._given = digest
+        self._first: dict[int, str] = {}  # digests of the first readings, where none is given
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        """One image, RGB."""
-        return self._read(int(self._rows[index]))
+        """One image, RGB.
+
+        Raises:
+            DataError: it cannot be read, or is not the one that `digest` tells.
+        """
+        return self._checked(int(self._rows[index]))
+
+    def _checked(self, row: int) -> Image.Image:
+        """Under an image's digest others keep what they compute of it: no other image may take its place."""
+        image = self._read(row)
+        own = image_digest(image)
+        if own != (self._first.setdefault(row, own) if self._given is None else self._given(row)):
+            text = "is not what it was when the data were opened; start again once nothing changes it any more"
+            raise DataError(f"{self._name(row)} {text}.")
+        return image
 
     def path(self, index: int) -> Path | None:
         """The file of one image, where `read_image` reads it as it is."""
@@ -95,7 +110,12 @@ class Split:
 
     def digest(self, index: int) -> str:
         """SHA-256 (hex) of one image, computed once for all selections of a split."""
-        return self._digest(int(self._rows[index]))
+        row = int(self._rows[index])
+        if self._given is not None:
+            return self._given(row)
+        if row not in self._first:
+            self._checked(row)
+        return self._first[row]
 
     def select(self, rows: torch.Tensor) -> Split:
         """The images at ``rows`` (M,), in that order."""

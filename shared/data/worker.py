@@ -1,9 +1,9 @@
 """A child process that reads medical files, or images for a backbone. Requests and answers are lines of JSON.
 
 A request is ``{"do": "facts", "check", "pixels" or "cut", "path", "place", "settings"}``. An answer is ``{"facts"}``,
-``{"mode", "size", "digest", "bytes"}`` or ``{"bytes"}``, which so many bytes of pixels follow, or ``{"error"}``. Files
-are hostile until they are read: memory is bounded here, time by the parent. Errors are our own words, since those of
-libraries can have values of headers.
+``{"mode", "size", "digest"}``, ``{"mode", "size", "bytes"}`` or ``{"bytes"}``, which so many bytes of pixels follow, or
+``{"error"}``. Files are hostile until they are read: memory is bounded here, time by the parent. Errors are our own
+words, since those of libraries can have values of headers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def answer(request: dict[str, Any]) -> tuple[dict[str, Any], Sequence[bytes | me
     try:
         path, settings = Path(request["path"]), request["settings"]
         if request["do"] == "cut":
-            cut = Cut(**settings["cut"])
-            images = [cut.pixels(read_image(Path(each))).data.cast("B") for each in settings["paths"]]
+            cut, files = Cut(**settings["cut"]), zip(settings["paths"], settings["digests"], strict=True)
+            images = [cut.pixels(_known(Path(file), digest)).data.cast("B") for file, digest in files]
             return {"bytes": sum(map(len, images))}, images
         from promptfed.shared.data.medical import dicom
 
@@ -42,9 +42,11 @@ def answer(request: dict[str, Any]) -> tuple[dict[str, Any], Sequence[bytes | me
         image = Image.fromarray(dicom.pixels(path, request["place"], settings))
         if image.width * image.height > LARGE:
             image = shrunk(image)
-        body = image.tobytes() if request["do"] == "pixels" else b""
-        digest = image_digest(image.convert("RGB"))
-        return {"mode": image.mode, "size": image.size, "digest": digest, "bytes": len(body)}, (body,)
+        about = {"mode": image.mode, "size": image.size}
+        if request["do"] == "check":
+            return {**about, "digest": image_digest(image.convert("RGB"))}, ()
+        body = image.tobytes()
+        return {**about, "bytes": len(body)}, (body,)
     except Unreadable as error:
         return {"error": str(error)}, ()
     except ImportError:
@@ -59,6 +61,14 @@ def answer(request: dict[str, Any]) -> tuple[dict[str, Any], Sequence[bytes | me
         return {"error": "it cannot be opened, or is not an ordinary file"}, ()
     except Exception:  # a library's own kinds, on files that are not as they should be
         return {"error": "its content cannot be read; the file is damaged"}, ()
+
+
+def _known(path: Path, digest: str) -> Image.Image:
+    """The image of ``digest``. Raises Unreadable if the file has another one: this process cannot tell its name."""
+    image = read_image(path)
+    if image_digest(image) != digest:
+        raise Unreadable("a file is not what it was when the data were opened")
+    return image
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:

@@ -1,7 +1,7 @@
 """Opens DICOM files as a source: the images of each line of a table of labels, with their patients as groups.
 
 What is known of the files of a folder is stored as an index, so that a later start takes one listing. It has keyed ids
-in place of values. A line of it is ``["f", file, size, time, facts]`` or ``["p", pixels, digest]``.
+in place of values. A line of it is ``["f", file, size, times, facts]`` or ``["p", pixels, digest]``.
 Failures are not stored: a package installed meanwhile, or more memory, may mend them.
 """
 
@@ -107,12 +107,15 @@ class Facts(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """A file of a folder."""
+    """A file of a folder. ``times``: of its change and of its status, and its number on the disk.
+
+    Moved folders, and archives, give other files of equal size the time of change of those that they replace.
+    """
 
     path: str  # within the folder
     id: str
     size: int
-    time: int
+    times: str
 
 
 class Item(NamedTuple):
@@ -137,7 +140,7 @@ class Index:
         self.root, self.keys, self.settings = root, keys, dict(settings)
         self._file = folder / f"{keys.id('root', root.resolve())}.jsonl"
         self._settings = json.dumps(self.settings, sort_keys=True)
-        self._facts: dict[str, tuple[int, int, Facts | None]] = {}
+        self._facts: dict[str, tuple[int, str, Facts | None]] = {}
         self._digests: dict[str, bytes] = {}
         self._load()
 
@@ -146,16 +149,16 @@ class Index:
         found = []
         for path, entry in _entries(self.root, ""):
             about, name = entry.stat(), self.keys.id("file", path)
-            size, time = about.st_size, about.st_mtime_ns
+            size, times = about.st_size, f"{about.st_mtime_ns} {about.st_ctime_ns} {about.st_ino}"
             known = self._facts.get(name)
-            if known is not None and known[:2] == (size, time):
-                size, time = known[:2]  # the same numbers in memory once
-            found.append(Listed(path, name, size, time))
+            if known is not None and known[:2] == (size, times):
+                size, times = known[:2]  # the same values in memory once
+            found.append(Listed(path, name, size, times))
         return sorted(found)
 
     def facts(self, files: Sequence[Listed]) -> tuple[list[tuple[Listed, Facts]], list[Broken]]:
         """The images among ``files`` with their facts, and the files whose headers cannot be read."""
-        new = [file for file in files if self._facts.get(file.id, ())[:2] != (file.size, file.time)]
+        new = [file for file in files if self._facts.get(file.id, ())[:2] != (file.size, file.times)]
         broken = []
         requests = (Request("facts", str(self.root / file.path)) for file in new)
         with self._file.open("a") as lines:
@@ -165,7 +168,7 @@ class Index:
                     broken.append(Broken(file, answer.error))
                     continue
                 facts = None if answer.facts is None else self._keyed(answer.facts)
-                self._facts[file.id] = file.size, file.time, facts
+                self._facts[file.id] = file.size, file.times, facts
                 lines.write(self._line(file.id))
         bad = {one.file.id for one in broken}
         read = ((file, self._facts[file.id][2]) for file in files if file.id not in bad)
@@ -234,28 +237,28 @@ class Index:
             if kind == "p":
                 self._digests[name] = bytes.fromhex(values[-1])  # behind the sizes that earlier versions wrote
             else:
-                size, time, facts = values
-                self._facts[name] = size, time, None if facts is None else self._read(name, size, time, facts)
+                size, times, facts = values
+                self._facts[name] = size, times, None if facts is None else self._read(name, size, times, facts)
         except (ValueError, TypeError, struct.error):  # an empty line, or one that a crash cut off
             return
 
     def _line(self, name: str) -> str:
         """The stored line of a file."""
-        size, time, facts = self._facts[name]
+        size, times, facts = self._facts[name]
         own = None
         if facts is not None:
             (bits,) = struct.unpack("<Q", struct.pack("<d", facts.order))
-            own = [*facts[:-1], bits ^ self._mask(name, size, time)]
-        return json.dumps(["f", name, size, time, own]) + "\n"
+            own = [*facts[:-1], bits ^ self._mask(name, size, times)]
+        return json.dumps(["f", name, size, times, own]) + "\n"
 
-    def _read(self, name: str, size: int, time: int, stored: Sequence[Any]) -> Facts:
+    def _read(self, name: str, size: int, times: str, stored: Sequence[Any]) -> Facts:
         *values, masked = stored
-        (order,) = struct.unpack("<d", struct.pack("<Q", masked ^ self._mask(name, size, time)))
+        (order,) = struct.unpack("<d", struct.pack("<Q", masked ^ self._mask(name, size, times)))
         return Facts._make([*(sys.intern(value) if type(value) is str else value for value in values), order])
 
-    def _mask(self, name: str, size: int, time: int) -> int:
+    def _mask(self, name: str, size: int, times: str) -> int:
         """What hides a file's place in its series, which is a number of its header."""
-        return int(self.keys.id("order", name, size, time), 16)
+        return int(self.keys.id("order", name, size, times), 16)
 
     def _stored(self) -> Iterator[str]:
         for name in self._facts:
@@ -431,7 +434,7 @@ def open_files(body: str, options: Options, settings: Mapping[str, Any], level: 
     splits = [table.splits[row] for row in rows]
     groups = _groups(table, index, items, rows)
     index.release()
-    whole = Split(table.labels[rows], images.read, groups, digest=images.digest)
+    whole = Split(table.labels[rows], images.read, groups, digest=images.digest, name=images.name)
     whole.subgroups = {column: tuple(values[row] for row in rows) for column, values in table.subgroups.items()}
     return divided(whole, splits, table.names, None, TEMPLATE, options, told)
 
@@ -543,11 +546,13 @@ class _Images:
     def digest(self, row: int) -> str:
         return self._digests[DIGEST * row : DIGEST * (row + 1)].hex()
 
+    def name(self, row: int) -> str:
+        return f"{self._uri}: file {self._index.keys.id('file', self._paths[row])}"
+
     def read(self, row: int) -> Image.Image:
         answer = readers().submit(self._index.request("pixels", self._paths[row], self._places[row])).result()
-        if answer.image is None or answer.digest != self.digest(row):
-            why = answer.error or "it is not what it was when the data were opened; start again"
-            raise DataError(f"{self._uri}: file {self._index.keys.id('file', self._paths[row])}: {why}.")
+        if answer.image is None:
+            raise DataError(f"{self.name(row)}: {answer.error}.")
         return answer.image
 
 
