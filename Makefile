@@ -109,7 +109,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.coordinator_load
 
 backbone: $(READY)
-	$(BIN)/python -m benchmarks.backbone --out $(or $(OUT),weights.safetensors) $(ARGS)
+	$(BIN)/python -m benchmarks.backbone $(if $(OUT),--out $(OUT)) $(ARGS)
 
 # The hashes of every file that an image installs, for the versions of constraints.txt: $(call lock,NAME,LISTS,PACKAGES).
 define lock

@@ -18,8 +18,7 @@ from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from promptfed.shared.clip.tiny import MODEL, register
-from promptfed.shared.clip.weights import EMBEDDED
+from promptfed.shared.clip.embedded import EMBEDDED, tiny
 from promptfed.shared.data.classes import SYMBOLS, TOPIC_TEMPLATES
 from promptfed.shared.data.digits import DIGIT_NAMES
 from promptfed.shared.data.symbols import COMMON, RARE, STYLES, blur, glyph, hash_keys, render
@@ -43,14 +42,13 @@ def normalise(images: Tensor) -> Tensor:
     return (images.float() / 255 - mean) / std
 
 
-def encode_short(model: open_clip.CLIP, tokens: Tensor) -> Tensor:
-    """Text features (B, d_e) of tokens (B, L) without trailing padding; the causal mask makes this exact."""
+def pooled_short(model: open_clip.CLIP, tokens: Tensor) -> Tensor:
+    """Text features (B, d_t) before the projection of tokens (B, L) without trailing padding, which the mask hides."""
     length = tokens.shape[1]
     x = model.token_embedding(tokens) + model.positional_embedding[:length]
     x = model.transformer(x, attn_mask=model.attn_mask[:length, :length])
-    x = model.ln_final(x)[torch.arange(len(tokens)), tokens.argmax(dim=-1)]
-    features: Tensor = x @ model.text_projection
-    return features
+    pooled: Tensor = model.ln_final(x)[torch.arange(len(tokens)), tokens.argmax(dim=-1)]
+    return pooled
 
 
 def contrast(model: open_clip.CLIP, image: Tensor, text: Tensor, target: Tensor) -> Tensor:
@@ -172,8 +170,8 @@ class Batch:
 
 @lru_cache(maxsize=1)
 def _tokenizer() -> open_clip.SimpleTokenizer:
-    register()
-    return open_clip.get_tokenizer(MODEL)
+    tiny.register()
+    return open_clip.get_tokenizer(tiny.MODEL)
 
 
 @lru_cache(maxsize=8192)
@@ -288,7 +286,7 @@ def _target(things: np.ndarray, first: list[str], second: list[str | None], said
 def loss_of(model: open_clip.CLIP, batch: Batch) -> Tensor:
     """Cross entropy in both directions; all fitting captions of the batch count as right."""
     image = F.normalize(model.encode_image(normalise(batch.images)), dim=-1)
-    text = F.normalize(encode_short(model, batch.tokens), dim=-1)
+    text = F.normalize(pooled_short(model, batch.tokens) @ model.text_projection, dim=-1)
     return contrast(model, image, text, batch.target)
 
 
@@ -301,8 +299,8 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 30) -> float
 
 def pretrain(args: argparse.Namespace, recipe: Recipe) -> open_clip.CLIP:
     """Train from scratch; the model in evaluation mode."""
-    register()
-    model = fresh_model(MODEL, args.seed, "pretrain", "initial")
+    tiny.register()
+    model = fresh_model(tiny.MODEL, args.seed, "pretrain", "initial")
     model.token_embedding.weight.requires_grad_(False)
     model.train()
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
@@ -322,15 +320,22 @@ def pretrain(args: argparse.Namespace, recipe: Recipe) -> open_clip.CLIP:
 def main() -> None:
     """Read the options, train and save the weights."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True, help="file of the weights")
+    parser.add_argument("which", nargs="?", choices=("tiny", "photo"), default="tiny")
+    parser.add_argument("--out", help="file of the weights")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2300)
+    parser.add_argument("--steps", type=int, help="default: 2300 of tiny, 1500 of photo")
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, help="default: 1e-3 of tiny, 2e-3 of photo")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    save_weights(pretrain(args, Recipe()), Path(args.out))
+    if args.which == "photo":
+        from benchmarks import photo_backbone
+
+        photo_backbone.make(args)
+        return
+    args.steps, args.lr = args.steps or 2300, args.lr or 1e-3
+    save_weights(pretrain(args, Recipe()), Path(args.out or "weights.safetensors"))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,10 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.sdk.output import percent, size
 from promptfed.sdk.result import FederationResult
@@ -39,7 +43,8 @@ from promptfed.shared.api.export_card import (
     facts_of,
     spec_hash,
 )
-from promptfed.shared.clip import Backbone, tiny
+from promptfed.shared.clip import Backbone
+from promptfed.shared.clip.embedded import EMBEDDED
 from promptfed.shared.methods import METHODS
 from promptfed.shared.plain_text import markdown as plain_markdown
 from promptfed.shared.plain_text import markdown_cell, markdown_code
@@ -108,7 +113,7 @@ def described(body: bytes, tensors: Tensors | None) -> CardFile:
 def carries_backbone(backbone: BackboneSpec) -> bool:
     """Whether open_clip could not load the backbone by its name alone."""
     named = backbone.pretrained not in (None, "random") or backbone.model.startswith("hf-hub:")  # contains its weights
-    return backbone.model == tiny.MODEL or not named
+    return backbone.model in EMBEDDED or not named
 
 
 def snippet(backbone: BackboneSpec, weights: Tensors) -> str:
@@ -161,15 +166,21 @@ def _arguments(backbone: BackboneSpec) -> str:
 def backbone_files(backbone: Backbone) -> dict[str, bytes]:
     """The backbone's configuration and weights in one folder, which open_clip reads as ``local-dir:``."""
     config = json.dumps(backbone.open_clip_config, indent=1) + "\n"
-    if backbone.model_name == tiny.MODEL and backbone.pretrained == tiny.PRETRAINED:
-        weights = tiny.weights_path().read_bytes()
+    state = {name: value.detach().cpu() for name, value in backbone.model.state_dict().items()}
+    if backbone.model_name in EMBEDDED and backbone.pretrained == EMBEDDED[backbone.model_name].PRETRAINED:
+        weights = save({name: _halved(value) for name, value in state.items()})
     else:
-        state = backbone.model.state_dict()
-        weights = encode({name: value.detach().cpu() for name, value in state.items()})
+        weights = encode(state)
     return {
         BACKBONE_CONFIG: config.encode(),
         BACKBONE_WEIGHTS: weights,
     }
+
+
+def _halved(value: Tensor) -> Tensor:
+    """The same numbers in half precision, if they have no more digits than that."""
+    half = value.half()
+    return half if value.is_floating_point() and torch.equal(half.float(), value) else value
 
 
 MOST_CLASSES = 12  # clients that are named individually

@@ -18,18 +18,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-from promptfed.shared.clip import emoji, tiny
 from promptfed.shared.clip.backbone import FILTERS, Backbone, Halves, Supports, finish
+from promptfed.shared.clip.embedded import EMBEDDED
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.clip.towers import copies, plain, vision
 from promptfed.shared.clip.weights import (
-    EMBEDDED,
     expect_at_hand,
     expect_permitted,
     load_into,
@@ -349,18 +346,25 @@ def _load_clip(
     own_weights: Path | None,
 ) -> Backbone:
     """A model of open_clip."""
-    if model in EMBEDDED and pretrained == EMBEDDED[model].PRETRAINED and precision == "fp32" and own_weights is None:
-        config = EMBEDDED[model].config()
+    known = EMBEDDED.get(model)
+    drawn = (None, "random") if own_weights is None else ()
+    if known is not None and pretrained not in (*drawn, known.PRETRAINED):
+        raise BackboneError(f"Unknown weights {pretrained!r} of {model}: use {known.PRETRAINED!r}.")
+    if known is not None and pretrained == known.PRETRAINED and precision == "fp32":
+        config = known.config()
         with load_errors(model, pretrained, precision), Undrawn():
-            built = plain.CLIP(**config)
-            built.load_state_dict(embedded_weights(model))
+            built = plain.CLIP(**config, preparation=known.preparation)
+            built.load_state_dict(known.weights(built.state_dict(), own_weights))
             built.to(device)
         return Backbone(built, model_name=model, pretrained=pretrained, precision=precision, config=config)
     import open_clip
 
-    random = pretrained in (None, "random") and own_weights is None
+    random = pretrained in drawn
     source: str | None = None
-    if own_weights is not None and model.startswith(HUB):
+    if known is not None:
+        known.register()
+        weights, options = None, {"force_preprocess_cfg": known.preparation} if known.preparation else {}
+    elif own_weights is not None and model.startswith(HUB):
         source, own_weights = _of_folder(model, own_weights, allow_unregistered), None
         weights, options = _resolve(source, None, random=True, allow_unregistered=True)
     elif own_weights is not None:
@@ -370,12 +374,11 @@ def _load_clip(
     source = source or model
     config = _config(source)
     with load_errors(model, pretrained, precision):
-        embedded = model in EMBEDDED and not random
-        with Undrawn() if embedded or own_weights is not None else nullcontext():
+        with Undrawn() if own_weights is not None or (known is not None and not random) else nullcontext():
             built = _create(open_clip, source, weights, random, precision, device, options)
-        if embedded:
-            built.load_state_dict(embedded_weights(model))
-        if own_weights is not None:
+        if known is not None and not random:
+            built.load_state_dict(known.weights(built.state_dict(), own_weights))
+        elif own_weights is not None:
             load_into(built, own_weights, model)
     if options.get("force_quick_gelu"):
         config["quick_gelu"] = True
@@ -390,7 +393,7 @@ def _own_weights(weights_file: Path | None, model: str) -> Path | None:
     """The file that replaces a download, if one is given. Raises BackboneError if it is absent or not for `model`."""
     if weights_file is None:
         return None
-    if model.startswith(HUB):
+    if model.startswith(HUB) or (model in EMBEDDED and EMBEDDED[model].tower is not None):
         return weights_file.expanduser()
     if model in EMBEDDED or (":" in model and not model.startswith(PREFIX)):
         raise BackboneError(f"A file of weights is for models of open_clip or timm, not for {model!r}: leave it out.")
@@ -411,11 +414,6 @@ def _weights_of(
     model: str, pretrained: str | None, random: bool, allow_unregistered: bool
 ) -> tuple[str, str | None, dict[str, Any]]:
     """open_clip's name of the model, its weights if open_clip reads them, and the options to build it."""
-    if model in EMBEDDED:
-        EMBEDDED[model].register()
-        if not random and pretrained != EMBEDDED[model].PRETRAINED:
-            raise BackboneError(f"Unknown weights {pretrained!r} of {model}: use {EMBEDDED[model].PRETRAINED!r}.")
-        return model, None, {}
     model = model if ":" in model else model.replace("/", "-")
     return model, *_resolve(model, pretrained, random, allow_unregistered)
 
@@ -460,15 +458,6 @@ def expect_device(device: str) -> None:
         else:
             reason = one_line(error)
         raise BackboneError(f"The device {device!r} cannot be used: {reason}. Or give --device cpu.") from error
-
-
-def embedded_weights(model: str) -> dict[str, torch.Tensor]:
-    """All weights of an embedded model, including those that promptfed-emoji shares with promptfed-tiny."""
-    own = load_file(EMBEDDED[model].weights_path())
-    if model == tiny.MODEL:
-        return own
-    with safe_open(tiny.weights_path(), framework="pt") as kept:
-        return own | {name: kept.get_tensor(name) for name in emoji.FROM_TINY}
 
 
 def _resolve(

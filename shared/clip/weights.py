@@ -21,13 +21,12 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.clip import emoji, tiny
+from promptfed.shared.clip.embedded import EMBEDDED
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, BackboneShape, BackboneSpec
 from promptfed.shared.tensors.lazy import Tensor, torch
 
-EMBEDDED = {tiny.MODEL: tiny, emoji.MODEL: emoji}
 REACH_SECONDS = 3.0  # seconds for a first answer of the hub
 
 
@@ -336,6 +335,9 @@ def shape_by_name(model: str) -> BackboneShape | None:
     if config is None:
         return None
     text, vision = config["text_cfg"], config["vision_cfg"]
+    if model in EMBEDDED and "timm_model_name" in vision:
+        given = {"text_layers": text["layers"], "context_length": text["context_length"], "heads_t": text["heads"]}
+        return BackboneShape(d_t=text["width"], d_e=config["embed_dim"], **given)
     if "hf_model_name" in text or "timm_model_name" in vision or not isinstance(vision.get("layers"), int):
         return None
     return _shape(config["embed_dim"], text, vision)

@@ -20,7 +20,8 @@ from benchmarks.flower import beside
 from benchmarks.gpu import with_words
 from benchmarks.step import MOST_DEVIATION, RATE_OF_COMPARISON, Step, Task, make_task, measure
 from promptfed.experiments.simulation.preparation import prepare
-from promptfed.shared.clip import Backbone, load_backbone, tiny
+from promptfed.shared.clip import Backbone, load_backbone
+from promptfed.shared.clip.embedded import tiny
 from promptfed.shared.clip.towers import dense
 from promptfed.shared.data import open_source
 from promptfed.shared.methods import METHODS

@@ -16,7 +16,8 @@ from promptfed.client_service.joining.parts import Parts
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.task_loop import TaskLoop
 from promptfed.client_service.worker import Worker
-from promptfed.shared.clip import Backbone, tiny
+from promptfed.shared.clip import Backbone
+from promptfed.shared.clip.embedded import tiny
 from promptfed.shared.spec.sections import PrivacySpec, SecureAggregationSpec
 from promptfed.shared.spec.spec import TrainingSpec
 from tests.client_service.conftest import Make

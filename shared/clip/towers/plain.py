@@ -1,12 +1,14 @@
 """The embedded backbones' towers: the computation of open_clip's CLIP with the same names, without importing open_clip.
 
-open_clip imports torchvision, timm and transformers, which takes twice as long as torch itself.
+open_clip imports torchvision, timm and transformers, which takes twice as long as torch itself. So promptfed-photo's
+image tower is not timm's module either, but has its names and gives its bits.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -77,6 +79,12 @@ class Transformer(nn.Module):
         return x
 
 
+def _preparation(size: int) -> dict[str, Any]:
+    """How open_clip prepares images for a configuration that says nothing else."""
+    how = {"mode": "RGB", "mean": MEAN, "std": STD, "interpolation": "bicubic", "resize_mode": "shortest"}
+    return {"size": (size, size), **how, "fill_color": 0}
+
+
 class VisionTransformer(nn.Module):
     """The image tower, which pools its class token."""
 
@@ -87,15 +95,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patch_size = patch_size, patch_size
         self.output_dim = d_e
-        self.preprocess_cfg = {
-            "size": (image_size, image_size),
-            "mode": "RGB",
-            "mean": MEAN,
-            "std": STD,
-            "interpolation": "bicubic",
-            "resize_mode": "shortest",
-            "fill_color": 0,
-        }
+        self.preprocess_cfg = _preparation(image_size)
         self.class_embedding = nn.Parameter(torch.empty(width))
         self.positional_embedding = nn.Parameter(torch.empty((image_size // patch_size) ** 2 + 1, width))
         self.proj = nn.Parameter(torch.empty(width, d_e))
@@ -120,20 +120,114 @@ class VisionTransformer(nn.Module):
         return self._pool(self.transformer(self._embeds(images)))[0] @ self.proj
 
 
+class Same(nn.Conv2d):
+    """A convolution without bias, padded as TensorFlow does: a result has ⌈size / stride⌉ pixels a side."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
+        super().__init__(
+            inputs, outputs, kernel, stride, padding=kernel // 2 * (stride == 1), groups=groups, bias=False
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        step, kernel = self.stride[0], self.kernel_size[0]
+        if step > 1:
+            lacking = [max(0, (-(-size // step) - 1) * step + kernel - size) for size in (x.shape[-1], x.shape[-2])]
+            x = F.pad(x, [part for total in lacking for part in (total // 2, total - total // 2)])
+        return super().forward(x)
+
+
+class Convolved(nn.Module):
+    """Convolutions, each with a norm, and beside them the input where its shape is the result's."""
+
+    def __init__(self, named: Mapping[str, Same], beside: bool) -> None:
+        super().__init__()
+        self._pairs, self._beside = [(name, f"bn{number}") for number, name in enumerate(named, 1)], beside
+        for conv, norm in self._pairs:
+            self.add_module(conv, named[conv])
+            self.add_module(norm, nn.BatchNorm2d(named[conv].out_channels, eps=1e-3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x
+        for number, (conv, norm) in enumerate(self._pairs, 1):
+            x = self.get_submodule(norm)(self.get_submodule(conv)(x))
+            if number < len(self._pairs):
+                x = F.relu6(x, inplace=True)
+        return x + given if self._beside else x
+
+
+class EfficientNetLite0(nn.Module):
+    """The convolutions of Google's EfficientNet-Lite0 and the mean over their pixels, without the classifier."""
+
+    STAGES = ((1, 16, 3, 1, 1), (2, 24, 3, 2, 6), (2, 40, 5, 2, 6), (3, 80, 3, 2, 6), (3, 112, 5, 1, 6),
+              (4, 192, 5, 2, 6), (1, 320, 3, 1, 6))  # fmt: skip
+    """Of each stage: blocks, channels, kernel, stride of the first block, how much wider a block is inside."""
+    num_features = 1280
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv_stem, self.bn1 = Same(3, 32, 3, 2), nn.BatchNorm2d(32, eps=1e-3)
+        self.blocks, inputs = nn.Sequential(), 32
+        for blocks, outputs, kernel, stride, wider in self.STAGES:
+            stage = nn.Sequential()
+            for number in range(blocks):
+                step, inside = stride if number == 0 else 1, inputs * wider
+                named = {"conv_dw": Same(inside, inside, kernel, step, groups=inside)}
+                last = {"conv_pw" if wider == 1 else "conv_pwl": Same(inside, outputs, 1)}
+                first = {} if wider == 1 else {"conv_pw": Same(inputs, inside, 1)}
+                stage.append(Convolved(first | named | last, step == 1 and inputs == outputs))
+                inputs = outputs
+            self.blocks.append(stage)
+        self.conv_head, self.bn2 = Same(inputs, self.num_features, 1), nn.BatchNorm2d(self.num_features, eps=1e-3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.relu6(self.bn1(self.conv_stem(images)), inplace=True)
+        x = F.relu6(self.bn2(self.conv_head(self.blocks(x))), inplace=True)
+        return F.adaptive_avg_pool2d(x, 1).flatten(1)
+
+
+class TimmModel(nn.Module):
+    """EfficientNet-Lite0 and a linear projection into the joint space."""
+
+    def __init__(self, image_size: int, d_e: int, preparation: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.output_dim = d_e
+        self.preprocess_cfg = _preparation(image_size) | dict(preparation)
+        self.trunk = EfficientNetLite0()
+        self.head = nn.Sequential()
+        self.head.add_module("proj", nn.Linear(self.trunk.num_features, d_e))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.head(self.trunk(images))
+        return features
+
+
 class CLIP(nn.Module):
-    """Both towers, made of open_clip's configuration; its weights have no values yet."""
+    """Both towers, made of open_clip's configuration; its weights have no values yet.
+
+    ``preparation``: what differs from open_clip's of images.
+    """
 
     text_pool_type = "argmax"
     text_eos_id = 2
     attn_mask: Tensor
 
-    def __init__(self, embed_dim: int, vision_cfg: Mapping[str, int], text_cfg: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        vision_cfg: Mapping[str, Any],
+        text_cfg: Mapping[str, int],
+        preparation: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
         width, self.context_length = text_cfg["width"], text_cfg["context_length"]
         self.positional_embedding = nn.Parameter(torch.empty(self.context_length, width))
         self.text_projection = nn.Parameter(torch.empty(width, embed_dim))
         self.logit_scale = nn.Parameter(torch.empty([]))
-        self.visual = VisionTransformer(**vision_cfg, d_e=embed_dim)
+        self.visual: nn.Module
+        if "timm_model_name" in vision_cfg:
+            self.visual = TimmModel(vision_cfg["image_size"], embed_dim, preparation)
+        else:
+            self.visual = VisionTransformer(**vision_cfg, d_e=embed_dim)
         self.transformer = Transformer(width, text_cfg["layers"], text_cfg["heads"])
         self.token_embedding = nn.Embedding(text_cfg["vocab_size"], width)
         self.ln_final = LayerNorm(width)

@@ -24,7 +24,8 @@ from promptfed.experiments.simulation.simulation import simulate
 from promptfed.export.export import ExportOptions, export
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import Exit
-from promptfed.shared.clip import FeatureCache, load_backbone, tiny
+from promptfed.shared.clip import FeatureCache, load_backbone
+from promptfed.shared.clip.embedded import tiny
 from promptfed.shared.data import open_source
 from promptfed.shared.metrics import Estimate, pool_estimates
 from promptfed.shared.privacy.accounting import Event, epsilon_of

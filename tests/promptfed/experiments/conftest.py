@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
+from promptfed.shared.clip.embedded import tiny
 
 
 @pytest.fixture(scope="module")

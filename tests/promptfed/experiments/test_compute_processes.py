@@ -24,7 +24,8 @@ from promptfed.experiments.simulation.simulation import simulate
 from promptfed.export.model_card import _privacy
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError
-from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
+from promptfed.shared.clip.embedded import tiny
 from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.messages import Peer
 from promptfed.shared.methods import resolve_spec

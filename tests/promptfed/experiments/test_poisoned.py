@@ -30,7 +30,8 @@ from torch import Tensor
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
+from promptfed.shared.clip.embedded import tiny
 from promptfed.shared.data import open_source
 from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.methods.core.interface import ClientContext, Split, TrainResult

@@ -50,7 +50,8 @@ from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import commit
 from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.clip import Backbone, FeatureCache, tiny
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.clip.embedded import tiny
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.methods import METHODS, resolve_spec
 from promptfed.shared.methods.core.interface import Classifier, ClientContext, MethodError, TrainResult

@@ -211,7 +211,7 @@ def test_without_class_names_state_alone_is_exported(coordinator: InThread, back
 @pytest.mark.parametrize(("model", "pretrained", "arguments"), [
     ("ViT-B-16", "openai", '"ViT-B-16", pretrained="openai", force_quick_gelu=True'),
     ("ViT-B-16", "laion2b_s34b_b88k", '"ViT-B-16", pretrained="laion2b_s34b_b88k"'),
-    ("ViT-B-16", "random", '"local-dir:backbone"'),
+    ("ViT-B-16", "random", '"local-dir:backbone"'), ("promptfed-emoji", "embedded", '"local-dir:backbone"'),
     ("hf-hub:a/b", None, '"hf-hub:a/b"'),
     ("local-dir:/here", None, '"local-dir:backbone"'),
     ("ViT-B-16", 'a"); exit("', r'"ViT-B-16", pretrained="a\"); exit(\""'),

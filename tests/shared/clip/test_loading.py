@@ -36,8 +36,8 @@ from promptfed.shared import __version__
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, caches, load_backbone, shape_of
 from promptfed.shared.clip.backbone import Halves
 from promptfed.shared.clip.caches import BATCH, DEVICE_BATCH, agreeing_slots, features_in
+from promptfed.shared.clip.embedded import tiny
 from promptfed.shared.clip.loading import VisualBackbone
-from promptfed.shared.clip.tiny import MODEL, register, weights_path
 from promptfed.shared.clip.weights import config_digest, weights_fingerprint
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data import readers as data_readers
@@ -269,7 +269,7 @@ def image_features(model: open_clip.CLIP, images: Tensor) -> Tensor:
 @torch.no_grad()
 def text_features(model: open_clip.CLIP, names: Sequence[str], template: str) -> Tensor:
     """Unit features (C, d_e) of the template filled with each name."""
-    tokenizer = open_clip.get_tokenizer(MODEL)
+    tokenizer = open_clip.get_tokenizer(tiny.MODEL)
     return F.normalize(model.encode_text(tokenizer([template.format(n) for n in names])), dim=-1)
 
 
@@ -280,13 +280,13 @@ def accuracy(image: Tensor, text: Tensor, labels: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def model() -> open_clip.CLIP:
-    register()
-    return open_clip.create_model(MODEL, pretrained=str(weights_path())).eval().requires_grad_(False)
+    tiny.register()
+    return open_clip.create_model(tiny.MODEL, pretrained=str(tiny.weights_path())).eval().requires_grad_(False)
 
 
 def test_weights_are_small_and_in_half_precision() -> None:
-    assert weights_path().stat().st_size < 16e6
-    with safe_open(weights_path(), "pt") as tensors:
+    assert tiny.weights_path().stat().st_size < 16e6
+    with safe_open(tiny.weights_path(), "pt") as tensors:
         assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"F16"}  # noqa: SIM118
 
 

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from promptfed.shared.clip import Backbone, load_backbone
-from promptfed.shared.clip.weights import EMBEDDED, _ftfy, shape_by_name
+from promptfed.shared.clip import Backbone, load_backbone, shape_of
+from promptfed.shared.clip.embedded import EMBEDDED
+from promptfed.shared.clip.weights import _ftfy, shape_by_name
 
 TEXTS = ["a photo of a sun.", "don't   STOP\t!", "ankh & cross", "Ünïcode ☃ &amp; 12", "x" * 40, ""]
 
@@ -24,7 +25,7 @@ def both(request: pytest.FixtureRequest) -> tuple[Backbone, Backbone]:
     name = request.param
     EMBEDDED[name].register()
     own = load_backbone(name, "embedded")
-    model = open_clip.create_model(name)
+    model = open_clip.create_model(name, force_preprocess_cfg=EMBEDDED[name].preparation)
     model.load_state_dict(own.model.state_dict())
     config = open_clip.get_model_config(name)
     return own, Backbone(model, model_name=name, pretrained="embedded", precision="fp32", config=config)
@@ -37,26 +38,30 @@ def test_it_computes_what_open_clip_does(both: tuple[Backbone, Backbone]) -> Non
     assert own.open_clip_config == theirs.open_clip_config
     assert own.supports == theirs.supports
     assert own.sizes == theirs.sizes
-    assert shape_by_name(own.model_name) is not None
+    named = shape_by_name(own.model_name)
+    assert named is not None
+    assert named.model_dump(exclude={"patch_tokens"}) == shape_of(own).model_dump(exclude={"patch_tokens"})
     images = torch.randn(9, 3, *own.image_size, generator=torch.Generator().manual_seed(3))
     context = torch.randn(4, own.d_t, generator=torch.Generator().manual_seed(4))
     prompts = torch.randn(2, 3, own.d_v, generator=torch.Generator().manual_seed(5))
+    seeing = own.supports.visual_prompts
     results = []
     for backbone in both:
         backbone.model.requires_grad_(True)
         learned, seen = context.clone().requires_grad_(), prompts.clone().requires_grad_()
         names = backbone.class_prompts(["a sun", "anchor"], 4)
         text = backbone.encode_prompts(learned, names, path="plain")
-        shown = backbone.encode_images_prompted(images, seen)
+        shown = backbone.encode_images_prompted(images, seen) if seeing else backbone.model.encode_image(images)
         (text.sum() + shown.sum()).backward()
         with torch.no_grad():
             raw = (
                 backbone.model.encode_image(images, normalize=True),
                 backbone.model.encode_text(backbone.tokens(["a"])),
             )
-        whole = backbone.encode_images(images), backbone.encode_text(TEXTS[:4]), backbone.encode_patches(images)
+        patches = [backbone.encode_patches(images), seen.grad] if seeing else []
+        whole = backbone.encode_images(images), backbone.encode_text(TEXTS[:4]), *patches
         weights = [weight.grad for _, weight in backbone.model.named_parameters() if weight.grad is not None]
-        results.append([*whole, *raw, text, shown, learned.grad, seen.grad, *weights])
+        results.append([*whole, *raw, text, shown, learned.grad, *weights])
     assert len(results[0]) > 20
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -73,14 +78,15 @@ def test_texts_are_cleaned_as_ftfy_does(text: str) -> None:
     assert _ftfy().fix_text(text) == ftfy.fix_text(text)
 
 
-def test_nothing_of_open_clip_is_imported() -> None:
-    code = """
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_nothing_of_open_clip_is_imported(name: str) -> None:
+    code = f"""
 import sys
 from PIL import Image
 from promptfed.shared.clip import load_backbone, shape_of
 from promptfed.shared.clip.weights import shape_by_name
-backbone = load_backbone("promptfed-tiny", "embedded")
-backbone.fingerprint, shape_of(backbone), shape_by_name("promptfed-tiny")
+backbone = load_backbone("{name}", "embedded")
+backbone.fingerprint, shape_of(backbone), shape_by_name("{name}")
 backbone.encode_text(["a sun"]), backbone.encode_images(backbone.preprocess(Image.new("RGB", (50, 50)))[None])
 large = ("open_clip", "torchvision", "timm", "transformers", "torch._dynamo", "scipy", "sympy", "ftfy")
 print([name for name in large if name in sys.modules])
