@@ -12,7 +12,8 @@ from promptfed.client_service.monitor import EventJsonLines, EventTextLines
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.state.site_log import sent_lines
 from promptfed.shared.service.process import given_settings, log_to_stderr
-from promptfed.shared.service.reasons import collect_seldom, leave
+from promptfed.shared.service.reasons import collect_seldom
+from promptfed.shared.service.streams import as_process
 
 
 def set_up_logging(log_format: Literal["text", "json"]) -> None:
@@ -74,4 +75,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    as_process(main)

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from promptfed.client_service.__main__ import main
-from promptfed.shared.service.reasons import collect_seldom, leave
+from promptfed.shared.service.reasons import collect_seldom
+from promptfed.shared.service.streams import leave, standard_streams
 
 
 def serve() -> None:
     """Answer requests until the input ends. No thread is started here: a fork would lack it."""
+    standard_streams()
     collect_seldom()
     from promptfed.client_service import worker as worker  # for the clients, as the command imports it
 

@@ -26,7 +26,7 @@ from promptfed.client_service.state.site_log import SiteLog
 from promptfed.client_service.task_loop import TaskLoop
 from promptfed.client_service.training.trainer import Compute, TaskWork
 from promptfed.shared.machine import on_signals
-from promptfed.shared.service.reasons import leave
+from promptfed.shared.service.streams import leave
 
 log = logging.getLogger("promptfed.client")
 

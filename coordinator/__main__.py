@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from promptfed.coordinator.settings import Settings
 from promptfed.shared.service.process import given_settings
-from promptfed.shared.service.reasons import collect_seldom, leave, offence
+from promptfed.shared.service.reasons import collect_seldom, offence
+from promptfed.shared.service.streams import as_process
 
 
 def start(given: dict[str, Any]) -> int:
@@ -47,4 +48,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    as_process(main)

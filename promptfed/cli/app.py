@@ -123,8 +123,6 @@ def reporting_errors() -> Iterator[None]:
         messages.print(f"promptfed: {text}", soft_wrap=True, highlight=False)
         own: Exit | None = getattr(error, "exit", None)
         raise typer.Exit(own or (Exit.FAILED if isinstance(error, ProcessFailed) else Exit.BAD_INPUT)) from None
-    except BrokenPipeError:  # who reads has seen enough
-        raise
     except Exception as error:
         reason = of_surroundings(error)
         if reason is None:

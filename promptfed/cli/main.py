@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import io
 import logging
 import os
 import sys
@@ -17,9 +16,9 @@ import typer
 
 from promptfed.cli import commands
 from promptfed.cli.app import app, show_version
-from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, PROXY_VARIABLE, Exit
-from promptfed.sdk.output import MessageLines, messages
-from promptfed.shared.service.reasons import why
+from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, PROXY_VARIABLE
+from promptfed.sdk.output import MessageLines
+from promptfed.shared.service.streams import delivered, leave, standard_streams
 
 __all__ = ["app", "main"]
 
@@ -62,39 +61,23 @@ def command() -> NoReturn:
     Threads are waited for and whoever asked to be called at the end is called, as Python does. It would then also take
     apart what torch and its like have made, for more than a second in which nothing happens any more.
     """
-    code: int | str | None = None
+    code = 0
     try:
         main()
     except SystemExit as ended:
-        code = ended.code
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-        code = 1
+        code = int(ended.code or 0)
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads, after telling the pools that it ends
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or 0)
+    leave(code)
 
 
-def main() -> None:
+def main() -> NoReturn:
     """The command. What a terminal's encoding lacks is written as its code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    lines = MessageLines(logging.WARNING)
-    logging.getLogger().addHandler(lines)
+    standard_streams()
+    logging.getLogger().addHandler(MessageLines(logging.WARNING))
     logging.captureWarnings(True)
     try:
-        try:
-            app()
-        finally:
-            sys.stdout.flush()
-    except OSError as error:
-        # Python would flush again at its end, and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        ended = error.__context__
-        if isinstance(error, BrokenPipeError) or (isinstance(ended, SystemExit) and ended.code):
-            sys.exit(ended.code if isinstance(ended, SystemExit) else Exit.FAILED)  # what is wrong is told
-        messages.print(f"promptfed: the output cannot be written: {why(error)}", highlight=False, soft_wrap=True)
-        sys.exit(Exit.BAD_INPUT)
+        app()
+    except SystemExit as ended:
+        sys.exit(delivered(int(ended.code or 0)))
+    sys.exit(delivered(0))

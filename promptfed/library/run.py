@@ -89,7 +89,8 @@ def run(
 @contextmanager
 def _shown(progress: bool | None, rounds: int | None = None) -> Iterator[Callable[[Snapshot], None]]:
     """What shows each snapshot on a bar of rounds. With ``rounds``, the bar is full once the block has ended."""
-    watched = sys.stderr.isatty() or "ipykernel" in sys.modules if progress is None else progress
+    asked = progress if progress is not None else "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
+    watched = asked and sys.stderr is not None
     with tqdm(total=rounds, unit="round", disable=not watched) as bar:
 
         def show(snapshot: Snapshot) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import errno
 import gc
 import json
-import logging
 import os
 import re
 import socket
 import ssl
-import sys
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import Any
 
 REASONS = {
     errno.ENOENT: "there is no such file or folder; check the path",
@@ -174,14 +172,3 @@ GARBAGE = 10_000  # new objects until the next collection
 def collect_seldom() -> None:
     """For a process of ours, before it imports: at the usual 700 objects, collections take a tenth of its start."""
     gc.set_threshold(GARBAGE)
-
-
-def leave(code: int) -> NoReturn:
-    """End the process without shutting down the interpreter, for which torch takes seconds on a busy machine.
-
-    What is on disk survives a kill at any instant, so nothing is lost.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

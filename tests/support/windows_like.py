@@ -64,6 +64,6 @@ if __name__ == "__main__":
 
     hide()
     from promptfed.client_service.__main__ import main
-    from promptfed.shared.service.reasons import leave
+    from promptfed.shared.service.streams import leave
 
     leave(main())

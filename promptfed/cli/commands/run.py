@@ -53,7 +53,7 @@ from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.plain_text import counted
 from promptfed.shared.service.net import bind
-from promptfed.shared.service.reasons import leave
+from promptfed.shared.service.streams import leave
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, SpecError
 
 MOST_ROWS = 12  # clients that a table shows one by one

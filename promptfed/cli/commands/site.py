@@ -27,7 +27,7 @@ from promptfed.coordinator.settings import Settings as CoordinatorSettings
 from promptfed.sdk.client import PROXY_VARIABLE, CommandError, Exit
 from promptfed.sdk.output import console, print_json, read_federation, say, table, tell
 from promptfed.shared.plain_text import counted, plain
-from promptfed.shared.service.reasons import leave
+from promptfed.shared.service.streams import leave
 from promptfed.shared.spec.spec import BackboneSpec
 
 if TYPE_CHECKING:

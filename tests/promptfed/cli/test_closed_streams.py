@@ -1,0 +1,33 @@
+"""Whole commands, with the processes that they start, without standard streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from promptfed.sdk.client import Exit
+from tests.shared.test_streams import WAYS, ended
+
+RUN = """
+name: x
+method: {name: promptfl}
+rounds: 1
+clients: [{data: "digits?partition=iid&clients=2&client={index}&shots=2", count: 2}]
+"""
+
+
+@pytest.mark.parametrize("way", [WAYS["nothing at all"], "2>&1 | true"])
+@pytest.mark.parametrize(
+    ("command", "left"),
+    [
+        (("data", "show", "digits", "--out", "out.png"), "out.png"),
+        (("simulate", "run.yaml", "--out", "out"), "out/result.json"),
+        (("launch", "run.yaml", "--keep", "out"), "out/coordinator.log"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_command_does_all_its_work(command: tuple[str, ...], left: str, way: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    assert ended("promptfed", *command, way=way, cwd=tmp_path) == (Exit.OK, "")
+    assert (tmp_path / left).is_file()
