@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import os
 import signal
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -87,8 +88,36 @@ def set_mode(handle: int, mode: int) -> None:
 
 
 def user_cache(name: str) -> Path:
-    """The user's folder for what can be made again. Raises RuntimeError where there is no home."""
+    """The user's folder for what can be made again, which `own_folder` makes. Raises RuntimeError without a home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "promptfed" / name
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone, whatever the umask."""
+    for folder in reversed([one for one in (path, *path.parents) if not one.exists()]):
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def own_folder(path: Path) -> Path:
+    """A folder whose name is ours, closed to others: it is made, or is this user's already.
+
+    Raises:
+        OSError: it cannot be made, or what is there is a link or another user's, and not ours to read or tidy.
+    """
+    make_folder(path)
+    expect_own(path)
+    if stat.S_IMODE(path.lstat().st_mode) != 0o700:
+        path.chmod(0o700)
+    return path
+
+
+def expect_own(path: Path) -> None:
+    """Raise OSError where ``path`` is a link or another user's: it may hold, or lead to, what others have put there."""
+    about = path.lstat()
+    if stat.S_ISLNK(about.st_mode):
+        raise OSError(f"{path} is a link; put what it leads to there, or remove it")
+    if hasattr(os, "geteuid") and about.st_uid != os.geteuid():
+        raise OSError(f"{path} belongs to another user; remove it, or name another place")
 
 
 def file_limits() -> tuple[int, int] | None:

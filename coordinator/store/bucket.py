@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from promptfed.coordinator.store.database import CannotOpen, one_line
+from promptfed.shared.machine import own_folder
 from promptfed.shared.service.net import is_loopback
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class ObjectCache:
 
     def open(self) -> None:
         """Make the folder, empty."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        own_folder(self._folder)
         for left in self._folder.iterdir():
             left.unlink()
 

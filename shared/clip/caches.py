@@ -30,10 +30,12 @@ from torch.nn import functional as F
 from promptfed.shared import __version__, machine
 from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.weights import config_digest
+from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.image_files import READERS
 from promptfed.shared.data.readers import Answer, Request, readers
 from promptfed.shared.data.registry import EMBEDDED
 from promptfed.shared.files import write_whole
+from promptfed.shared.service.reasons import why
 from promptfed.shared.tensors.transfer import host_memory, read_later
 
 log = logging.getLogger("promptfed.features")
@@ -115,6 +117,7 @@ def _compute_identity(device: torch.device) -> dict[str, Any]:
 
 
 SHARD_SUFFIX = ".safetensors"
+DIGEST_NAME = "[0-9a-f]" * 64  # of our folders and files, as a pattern: others are left alone
 BLOCK = 1024  # rows that are held in one tensor
 FILE_ROWS = 4096  # rows of a file, at most
 FILE_BYTES = 1 << 26  # and its bytes, about
@@ -184,7 +187,7 @@ class _Folder:
 
     def see_new_files(self) -> None:
         """Index the rows that other processes have written. A file that does not match its name is deleted."""
-        for path in sorted(self.path.glob(f"*{SHARD_SUFFIX}")):
+        for path in sorted(self.path.glob(DIGEST_NAME + SHARD_SUFFIX)):
             if path.name in self.seen:
                 continue
             try:
@@ -398,9 +401,10 @@ class RowCache(ABC):
     def _folder(self, backbone: Backbone) -> _Folder:
         name = folder_name(backbone, **self.about())
         if name not in self._folders:
-            path = self._root / name
-            path.mkdir(parents=True, exist_ok=True)
-            self._folders[name] = _Folder(path)
+            try:
+                self._folders[name] = _Folder(machine.own_folder(self._root / name))
+            except OSError as error:
+                raise DataError(f"features cannot be kept in {self._root}: {why(error)}.") from None
         return self._folders[name]
 
     def _shrink(self, newest: Path) -> None:
@@ -408,7 +412,7 @@ class RowCache(ABC):
         if self._max_bytes is None:
             return
         total, files = 0, []
-        for path in self._root.glob(f"*/*{SHARD_SUFFIX}"):
+        for path in self._root.glob(f"{DIGEST_NAME}/{DIGEST_NAME}{SHARD_SUFFIX}"):
             try:
                 about = path.stat()
             except OSError:  # deleted by another process in the meantime
@@ -580,8 +584,7 @@ def features_in(given: Path | None, usual: Path, uris: Iterable[str], patches: b
     schemes = {re.split("[:?]", uri, maxsplit=1)[0] for uri in uris}
     if given is None and not patches and schemes <= set(EMBEDDED):
         with suppress(OSError, RuntimeError):  # no home, or none that can be written to
-            own = machine.user_cache("features") / __version__
-            own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            own = machine.own_folder(machine.user_cache("features") / __version__)
             if os.access(own, os.W_OK) and shutil.disk_usage(own).free > OWN_BYTES:
                 return FeatureCache(own, max_bytes=OWN_BYTES)
     return FeatureCache(given or usual)

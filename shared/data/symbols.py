@@ -22,7 +22,7 @@ from promptfed.shared.data.classes import SYMBOLS, TOPIC_TEMPLATES, TOPICS, Symb
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split
 from promptfed.shared.files import write_whole
-from promptfed.shared.machine import user_cache
+from promptfed.shared.machine import own_folder, user_cache
 
 SIZE = 48
 """Height and width of a rendered image, in pixels."""
@@ -437,19 +437,18 @@ def _kept(style: str, codepoints: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """`_drawn`, as this machine has drawn it before. It is drawn where its file is absent, damaged or out of reach."""
     named = hashlib.sha256(b"".join((_drawing(), style.encode(), codepoints.tobytes(), keys.tobytes())))
     try:
-        file = user_cache("symbols") / named.hexdigest()
+        file = own_folder(user_cache("symbols")) / named.hexdigest()
+    except (RuntimeError, OSError):  # there is no home, or what lies there is not ours
+        return _drawn(style, codepoints, keys)
+    with suppress(OSError):
         content = file.read_bytes()
         if hashlib.sha256(content[_DIGEST:]).digest() == content[:_DIGEST]:
             return np.frombuffer(content, np.uint8, offset=_DIGEST).reshape(-1, SIZE, SIZE, 3)
-    except RuntimeError:  # there is no home
-        return _drawn(style, codepoints, keys)
-    except OSError:
-        pass
     images = _drawn(style, codepoints, keys)
     with suppress(OSError):
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(file, hashlib.sha256(images.tobytes()).digest() + images.tobytes(), mode=0o600, synced=False)
-        for old in sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-_MOST_KEPT]:
+        ours = file.parent.glob("[0-9a-f]" * len(file.name))
+        for old in sorted(ours, key=lambda path: path.stat().st_mtime)[:-_MOST_KEPT]:
             old.unlink(missing_ok=True)
     return images
 

@@ -15,7 +15,7 @@ import secrets
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -40,6 +40,7 @@ from promptfed.shared.data.options import Options, divided
 from promptfed.shared.data.readers import Request, readers
 from promptfed.shared.data.source import Source, Split
 from promptfed.shared.files import write_whole
+from promptfed.shared.machine import expect_own, make_folder, user_cache
 from promptfed.shared.service.reasons import named, why
 
 KEY_FILE = "key"
@@ -50,7 +51,7 @@ def home(given: str | None) -> Path:
     """The folder of indexes: ``given`` by ``index=``, or one in the user's cache."""
     if given is not None:
         return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "promptfed" / "medical"
+    return user_cache("medical")
 
 
 @contextmanager
@@ -68,7 +69,7 @@ class Keys:
 
     def __init__(self, folder: Path, uri: str) -> None:
         with kept_in(folder, uri):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(folder)
             self._key = _key(folder / KEY_FILE)
 
     def id(self, *text: object) -> str:
@@ -78,12 +79,11 @@ class Keys:
 
 
 def _key(path: Path) -> bytes:
-    try:
+    with suppress(FileExistsError):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
             file.write(secrets.token_bytes(_KEY_BYTES))
-    except FileExistsError:
-        pass
+    expect_own(path)
     key = path.read_bytes()
     if len(key) != _KEY_BYTES:
         raise OSError("its file key is damaged: remove the folder")
@@ -220,6 +220,7 @@ class Index:
         count = 0
         if not self._file.exists():
             self._file.touch(mode=0o600)
+        expect_own(self._file)
         with self._file.open() as lines:
             for line in lines:
                 count += 1
