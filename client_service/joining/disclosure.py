@@ -171,7 +171,10 @@ class Disclosure:
         if floor <= 1:
             return []
         asked = 1 + -(-self.terms.rounds // self.terms.evaluate_every)
-        return [f"            of at most {most} states on one test set (metrics.states); {asked} may be asked for"]
+        last = ", the last round's among them" if asked > most else ""
+        return [
+            f"            of at most {most} states on one test set (metrics.states){last}; {asked} may be asked for"
+        ]
 
     def _changed(self) -> list[str]:
         if not self.changes:

@@ -22,6 +22,7 @@ from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, Message, Role, Task, Told
 from promptfed.shared.methods import MULTI_LABEL, TASK, make_method
+from promptfed.shared.methods.core.checks import allowed_rounds
 from promptfed.shared.methods.core.interface import Method, Phase
 from promptfed.shared.methods.core.several_labels import is_for_several_labels
 from promptfed.shared.plain_text import counted, plain
@@ -218,6 +219,12 @@ class Agreement:
         """The figures of a test set that may be sent beside its accuracy."""
         return tuple(self.consent.terms.figures)
 
+    @property
+    def last_round(self) -> int:
+        """The round after which the federation is finished: a privacy budget may end before the rounds do."""
+        terms = self.consent.terms
+        return allowed_rounds(make_method(terms.method), terms) or terms.rounds
+
     def changes(self, terms: AgreedTerms) -> list[str]:
         """The reasons to ask the owner again; empty if the consent covers ``terms``."""
         changed = differences(self.consent.terms.offer, terms.offer)
@@ -249,7 +256,7 @@ class Agreement:
             raise NotAgreed(f"selected is {task.selected} instead of {agreed}")
         if task.kind != "evaluate":
             self._expect_training(task)
-        elif task.round > terms.rounds or not (task.round % terms.evaluate_every == 0 or task.round == terms.rounds):
+        elif task.round > terms.rounds or not (task.round % terms.evaluate_every == 0 or task.round == self.last_round):
             raise NotAgreed(f"no evaluation was agreed to after round {task.round} of {terms.rounds}")
         self._expect_turn(task)
 

@@ -237,34 +237,59 @@ def states_of(policy: Policy | None) -> int:
     return policy.metrics.states if policy is not None else STATES
 
 
+def planned_rounds(last: int, every: int, most: int) -> frozenset[int]:
+    """Of the rounds that a federation evaluates (0, each ``every`` and the ``last``) at most ``most``.
+
+    They are spread evenly, and the last is always among them.
+    """
+    asked = [*range(0, last, every), last]
+    if len(asked) <= most:
+        return frozenset(asked)
+    return frozenset(asked[place * (len(asked) - 1) // max(1, most - 1)] for place in range(most - 1)) | {last}
+
+
 class _Answered(BaseModel):
-    """By test set, a hash of its images: the digests of the states that were answered, in order."""
+    """The digests of the states that were answered, in order: by a hash of the images, and by a test set's name."""
 
     sets: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
 
 
 @dataclass(frozen=True)
 class AnsweredStates:
-    """The states that a client has answered, in its folder: at most ``most`` on one test set."""
+    """The states that a client has answered, in its folder: at most ``most`` on one test set.
+
+    Neither another name of the same images is another test set, nor are other images of the same name. One answer is
+    kept for the state after the ``last`` round. ``every``: rounds from one evaluation to the next.
+    """
 
     folder: PrivateState
     most: int
+    last: int = 0
+    every: int = 1
 
-    def admitted(self, images: Mapping[str, str], state: str) -> set[str]:
+    def admitted(self, images: Mapping[str, str], state: str, round: int | None = None) -> set[str]:
         """The test sets, by name, that may answer ``state`` (a digest); on the disk before anything is told.
 
-        ``images``: the hash of each test set's images, so that another name is no other test set.
+        ``images``: the hash of each test set's images. ``round``: that of the state; None: the last.
         """
         known = self.folder.read_as(ANSWERED_FILE, _Answered) or _Answered()
-        new = False
-        for own in set(images.values()):
-            listed = known.sets.setdefault(own, [])
-            if state not in listed and len(listed) < self.most:
-                listed.append(state)
-                new = True
+        is_last = round is None or round == self.last
+        planned = is_last or round in planned_rounds(self.last, self.every, self.most)
+        room = self.most if is_last else self.most - 1
+        admitted, new = set(), False
+        for name, own in sorted(images.items()):
+            lists = known.sets.setdefault(own, []), known.names.setdefault(name, [])
+            if state not in lists[0] and not (planned and all(state in one or len(one) < room for one in lists)):
+                continue
+            admitted.add(name)
+            for one in lists:
+                if state not in one:
+                    one.append(state)
+                    new = True
         if new:
             self.folder.write_as(ANSWERED_FILE, known)
-        return {name for name, own in images.items() if state in known.sets[own]}
+        return admitted
 
 
 def lowest(count: int, floor: int) -> int:

@@ -33,7 +33,7 @@ EXAMPLE = (files(__package__) / "policy_example.yaml").read_text()
 """A policy with comments, to begin with (`promptfed policy example`)."""
 
 FLOOR = 10  # of disclosure (`noisy_counts`), where a policy names none
-STATES = 50  # that are answered on one test set under a floor, where a policy names no number
+STATES = 15  # that are answered on one test set under a floor, where a policy names no number
 Fingerprint = Annotated[str, Field(pattern=r"^ed25519:[0-9a-f]{64}$")]
 
 

@@ -309,7 +309,7 @@ class TaskWork:
             if selection is None or (name == selection.split) is (task.selected is None)
         }
         if floor > 1:
-            told = self._admitted(serving, told)
+            told = self._admitted(serving, told, None if task.selected is not None else task.round)
             if not told:
                 return EvaluationRequest(splits={}, withheld=True)
         with torch_settings(served.context):
@@ -331,17 +331,18 @@ class TaskWork:
         splits, zero_shot = (floored(results, floor, patients) for results in (splits, zero_shot))
         return EvaluationRequest(splits=splits, zero_shot=zero_shot, metrics=metrics)
 
-    def _admitted(self, serving: Serving, asked: set[str]) -> set[str]:
+    def _admitted(self, serving: Serving, asked: set[str], round: int | None) -> set[str]:
         """Those of the ``asked`` test sets that may answer this state: all that its classifiers depend on."""
         tensors, _ = decode_place(serving.payload)
         private, _ = self.state.committed()
         state = canonical_json([state_hash(tensors), state_hash(private), serving.config.model_dump(mode="json")])
         images = {name: self.data.images_hash(name) for name in sorted(asked) if self.data.count(name)}
-        answered = AnsweredStates(self.state, self.privacy.states)
-        admitted = answered.admitted(images, hashlib.sha256(state.encode()).hexdigest())
+        most, every = self.privacy.states, self.agreement.consent.terms.evaluate_every
+        answered = AnsweredStates(self.state, most, self.agreement.last_round, every)
+        admitted = answered.admitted(images, hashlib.sha256(state.encode()).hexdigest(), round)
         if kept := images.keys() - admitted:
-            text = "nothing of %s is told: %d different states were answered (metrics.states of the policy)"
-            log.warning(text, ", ".join(sorted(kept)), self.privacy.states)
+            text = "nothing of %s is told of round %d: %d states are answered, the last round's among them (%s)"
+            log.info(text, ", ".join(sorted(kept)), serving.round, most, "metrics.states of the policy")
         return admitted
 
     @property

@@ -42,7 +42,7 @@ from promptfed.shared.messages import EnrolmentInfo, SplitResult
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface import ClientContext, Method, MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.privacy.accounting import Event, epsilon_of
+from promptfed.shared.privacy.accounting import Event, budget_rounds, epsilon_of
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
@@ -112,6 +112,18 @@ def test_no_more_tasks_than_the_rounds_allow(make: Make) -> None:
     assert len(coordinator.evaluations) == 2
     assert {failure["type"] for failure in coordinator.failures} == {"NotAgreed"}
     assert len(coordinator.failures) == 7
+
+
+def test_the_evaluation_after_a_budget_that_ends_before_the_rounds_is_agreed_to(make: Make) -> None:
+    """The site computes for itself where that is."""
+    privacy = {"level": "client", "clip": 1.0, "noise_multiplier": 4.0, "epsilon": 2.0, "delta": 1e-3}
+    coordinator = make.coordinator(rounds=30, privacy=privacy, evaluate_every=30)
+    last = budget_rounds(4.0, 1.0, 1, 30, 2.0, 1e-3)
+    assert 1 < last < 30
+    coordinator.plan = [("evaluate", last - 1), ("evaluate", last)]
+    assert asyncio.run(make.worker(coordinator, plain_evaluations=True).run()) is Exit.OK
+    assert [failure["type"] for failure in coordinator.failures] == ["NotAgreed"]
+    assert len(coordinator.evaluations) == 1
 
 
 def test_what_was_answered_is_remembered_over_a_restart(make: Make) -> None:

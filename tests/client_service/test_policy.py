@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,11 +19,18 @@ import yaml
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.doctor import Examination
 from promptfed.client_service.privacy.ledger import Ledger
-from promptfed.client_service.privacy.noisy_counts import AnsweredStates, coded_accuracy, lowest, what_leaves
+from promptfed.client_service.privacy.noisy_counts import (
+    AnsweredStates,
+    coded_accuracy,
+    lowest,
+    planned_rounds,
+    what_leaves,
+)
 from promptfed.client_service.privacy.policy import (
     EXAMPLE,
     FLOOR,
     RULES,
+    STATES,
     Policy,
     SiteFacts,
     expect_origin,
@@ -429,20 +437,21 @@ def test_a_site_answers_few_states_and_every_field_follows_from_ranges(
         }
         for round in range(7)
     }
-    chosen |= {7: chosen[1], 8: {name: -tensor for name, tensor in chosen[1].items()}}
+    chosen |= {7: chosen[2], 8: {name: -tensor for name, tensor in chosen[1].items()}}
+    chosen |= {9: {name: 2 * tensor for name, tensor in chosen[2].items()}}
     (tmp_path / "policy.yaml").write_text("version: 1\nmetrics: {floor: 10, states: 5}\n")
     answers: dict[str, list[dict[str, Any]]] = {}
     for kind, policy in (("open", None), ("floor", tmp_path / "policy.yaml")):
         own = settings.model_copy(update={"policy": policy, "state_dir": tmp_path / kind})
         coordinator = Attacker(shape_of(backbone), rounds=9)
         coordinator.chosen = chosen
-        for rounds in (range(7), range(7, 9)):
+        for rounds in (range(7), range(7, 10)):
             coordinator.plan = [("evaluate", round) for round in rounds]
             assert asyncio.run(make.worker(coordinator, settings=own).run()) is Exit.OK
         answers[kind] = coordinator.evaluations
     assert len({answer["splits"]["test"]["accuracy"] for answer in answers["open"]}) > 1
     for round, (told, exact) in enumerate(zip(answers["floor"], answers["open"], strict=True)):
-        if round in (5, 6, 8):
+        if round in (1, 3, 5, 8):  # of ten evaluations 0, 2, 4, 6 and the last are answered
             assert told == {"splits": {}, "zero_shot": {}, "metrics": {}, "withheld": True}
             continue
         expected = {
@@ -457,7 +466,7 @@ def test_a_site_answers_few_states_and_every_field_follows_from_ranges(
         }
         assert expected["splits"]["test"]["num_samples"] == 20
         assert told == {**expected, "metrics": {}}
-    assert answers["floor"][7] == answers["floor"][1]
+    assert answers["floor"][7] == answers["floor"][2]
 
 
 def round_half(result: Mapping[str, Any]) -> int:
@@ -473,6 +482,34 @@ def test_two_names_of_one_test_set_share_its_states(tmp_path: Path) -> None:
     assert answered.admitted(images, "3") == {"other"}
     assert answered.admitted(images, "1") == {"test", "again"}
     assert answered.admitted(images, "4") == set()
+
+
+def test_neither_other_images_of_a_name_nor_a_restart_are_more_states(tmp_path: Path) -> None:
+    for images, state, told in (("a", "1", True), ("b", "2", True), ("c", "3", False), ("c", "1", True)):
+        folder = PrivateState(tmp_path / "state")
+        assert AnsweredStates(folder, 2).admitted({"test": images}, state) == ({"test"} if told else set())
+        folder.close()
+
+
+@pytest.mark.parametrize(("last", "every"), [(0, 1), (1, 1), (14, 1), (15, 1), (40, 1), (41, 3), (1000, 7), (100, 200)])
+def test_the_states_of_a_floor_are_spread_and_the_last_is_among_them(tmp_path: Path, last: int, every: int) -> None:
+    """Whoever asks for more is not told more: also where rounds are computed again from a backup."""
+    asked = [*range(0, last, every), last]
+    for most in (1, 2, STATES):
+        planned = sorted(planned_rounds(last, every, most))
+        assert planned[-1] == last
+        assert len(planned) == min(most, len(asked))
+        assert set(planned) <= set(asked)
+        places = [asked.index(round) for round in planned]
+        steps = [after - before for before, after in itertools.pairwise(places)]
+        assert not steps or max(steps) - min(steps) <= 1
+        answered = AnsweredStates(PrivateState(tmp_path / f"{most}", ephemeral=True), most, last, every)
+        told = [round for round in range(last) if answered.admitted({"test": "a"}, f"{round}", round)]
+        assert told == planned[:-1]
+        again = [round for round in range(last) if answered.admitted({"test": "a"}, f"again {round}", round)]
+        assert len(told) + len(again) == min(most - 1, 2 * len(told))
+        assert answered.admitted({"test": "a"}, "the last", last) == {"test"}
+        assert bool(answered.admitted({"test": "a"}, "another last", last)) is (len(told) + len(again) + 1 < most)
 
 
 def test_of_several_labels_no_figure_leaves_under_a_floor() -> None:

@@ -577,12 +577,14 @@ def test_the_floor_and_its_states_are_told(declared: Declared, backbone: Backbon
     info = info_of("promptfl")
     method = make_method({"name": "promptfl"})
     terms = terms_of(info, method, "http://127.0.0.1", declared.role, [])
-    told = disclose(terms, info, method, declared, shape_of(backbone), limits=(10, 50))
+    told = disclose(terms, info, method, declared, shape_of(backbone), limits=(10, 15))
     text = "\n".join(told.lines())
     assert "all from ranges of 10 images; nothing of a test set of fewer than 20" in text
-    assert "of at most 50 states on one test set (metrics.states); 4 may be asked for" in text
+    assert "of at most 15 states on one test set (metrics.states); 4 may be asked for" in text
     assert "ECE" not in text
-    assert (told.facts()["floor"], told.facts()["states"]) == (10, 50)
+    fewer = "\n".join(replace(told, limits=(10, 3)).lines())
+    assert "of at most 3 states on one test set (metrics.states), the last round's among them; 4 may be asked" in fewer
+    assert (told.facts()["floor"], told.facts()["states"]) == (10, 15)
     several = terms.model_copy(update={"method": terms.method | {"task": "multi_label"}})
     text = "\n".join(replace(told, terms=several).lines())
     assert "of several labels no figure leaves under this site's floor" in text

@@ -59,6 +59,7 @@ class FakeCoordinator:
     seed: int = 7
     compression: dict[str, Any] = field(default_factory=dict)
     peers: list[dict[str, Any]] = field(default_factory=list)
+    evaluate_every: int = 1
     poll_seconds: float = 0.05  # that a question for a task is held while it is paused
     epoch: str = "first"  # of the coordinator's process
     closed_phases: set[int] = field(default_factory=set)  # rounds whose updates come too late
@@ -137,8 +138,9 @@ class FakeCoordinator:
                     "fingerprint": self.fingerprint,
                 },
                 "class_names": self.class_names, "template": self.template, "state": self.state,
-                "rounds": self.rounds, "training": self.training, "evaluate_every": 1, "seed": self.seed,
+                "rounds": self.rounds, "training": self.training, "seed": self.seed,
                 "privacy": self.privacy, "secure_aggregation": self.secure_aggregation,
+                "evaluate_every": self.evaluate_every,
                 "compression": self.compression,
             })  # fmt: skip
             return Response(info.model_dump_json(), media_type="application/json")

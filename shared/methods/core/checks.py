@@ -18,6 +18,7 @@ from promptfed.shared.privacy.accounting import Drowned, PrivacyError, budget_ro
 from promptfed.shared.spec.section import ceil_fraction
 from promptfed.shared.spec.sections import AggregationSpec, PrivacySpec
 from promptfed.shared.spec.spec import FederationSpec
+from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import DTYPES, TensorSpec
 
 
@@ -74,7 +75,7 @@ def check_sampling(spec: FederationSpec) -> None:
         raise MethodError("sampling poisson is for privacy.level client: leave it out")
 
 
-def _rounds(method: Method, spec: FederationSpec) -> list[tuple[object, ...]]:
+def _rounds(method: Method, spec: FederationSpec | TrainingTerms) -> list[tuple[object, ...]]:
     """The phases of a first, a second and a last round."""
     return [method.phases(round, spec.rounds) for round in sorted({1, min(2, spec.rounds), spec.rounds})]
 
@@ -104,14 +105,14 @@ def with_noise(method: Method, spec: FederationSpec) -> FederationSpec:
     return spec.model_copy(update={"privacy": given.model_copy(update={"delta": delta, "noise_multiplier": z})})
 
 
-def allowed_rounds(method: Method, spec: FederationSpec) -> int | None:
+def allowed_rounds(method: Method, spec: FederationSpec | TrainingTerms) -> int | None:
     """The number of rounds that the privacy budget allows; None if it allows all.
 
     Raises:
         MethodError: the budget does not allow a single round.
     """
     given = spec.privacy
-    if not given.protects_clients or given.epsilon is None:
+    if given is None or not given.protects_clients or given.epsilon is None:
         return None
     assert given.noise_multiplier is not None
     assert given.delta is not None

@@ -32,7 +32,7 @@ import promptfed
 from promptfed.cli.main import app
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.privacy.noisy_counts import coded_accuracy, lowest
-from promptfed.client_service.privacy.policy import FLOOR
+from promptfed.client_service.privacy.policy import FLOOR, STATES
 from promptfed.client_service.privacy.secure import SecureWork
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.training.data import held_out
@@ -629,6 +629,24 @@ def test_sites_with_a_floor_tell_ranges(tmp_path: Path) -> None:
             assert "macro_f1" not in mine
             assert ("macro_f1" in own) is (name == "splits")
     assert [told.num_samples for told in floored.accuracies()] == [20] * 3
+
+
+def test_more_evaluations_than_states_end_no_round_and_the_last_is_told(tmp_path: Path) -> None:
+    """Of a trainer and of an evaluator alike; those between are withheld, and are no failures."""
+    sites = [
+        Site(name, f"folder:{write_folder(tmp_path / name, seed=number, each=30)}", role=role, floor=FLOOR)
+        for number, (name, role) in enumerate({"a": "trainer", "b": "trainer", "c": "evaluator"}.items())
+    ]
+    run = simulate(SPEC | {"rounds": STATES + 5}, sites, backbone=exports.backbone())
+    asked = [report["evaluation"] for report in run.reports]
+    assert len(asked) == STATES + 6
+    assert not any(one["failed"] for one in asked)
+    for name in ("a", "b", "c"):
+        told = [bool(one["clients"][name]["splits"]) for one in asked]
+        assert told == [not one["clients"][name]["withheld"] for one in asked]
+        assert sum(told) == STATES
+        assert (told[0], told[-1]) == (True, True)
+    assert {row.client for row in run.final()} == {"a", "b", "c"}
 
 
 def test_fractions_of_training_images_stay_at_a_site_with_a_floor(tmp_path: Path) -> None:
