@@ -85,6 +85,8 @@ class SecureAggregation(Section):
     """Whether updates may leave only inside a sum; of how many clients at least, and how much of it this site's own.
 
     ``min_effective``: as how many clients of equal weight a sum has to count, (Σ a)²/Σ a² of its weights a.
+    ``min_move``: how far a payload must be from that of an earlier sum of other members, as a part of this site's own
+    change to that one.
     ``peers``: fingerprints that were compared over another channel. With any given, at most ``unverified`` of the
     other members may have another key, and at least ``verified`` of those in a sum must have one of these.
     """
@@ -93,6 +95,7 @@ class SecureAggregation(Section):
     minimum: Annotated[int, Field(ge=3, le=1024)] = 3
     max_own_share: Annotated[float, Field(gt=0, le=0.5)] = 0.5
     min_effective: Annotated[float, Field(ge=1, le=1024)] = 2.5
+    min_move: Annotated[float, Field(ge=0, le=1)] = 0.1
     peers: list[Fingerprint] = Field(default_factory=list)
     verified: Annotated[int, Field(ge=0, le=1023)] = 0
     unverified: Annotated[int, Field(ge=0, le=1023)] = 0

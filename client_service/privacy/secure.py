@@ -2,15 +2,16 @@
 
 Files in the state folder, each written by rename after fsync: ``secure-work.safetensors`` (the change and its private
 tensors), ``secure-attempt.json`` (keys, shares, the exact bytes of every answer), ``secure-masked.safetensors``, and
-``secure-markers.json``, which is never deleted: the phases for which this client has revealed shares, and the payloads
-that it has trained from. The difference of two sums whose sets differ by one client is that client's change. So a
-client that has revealed shares joins no other attempt at that phase, not even after a restart.
+two that are never deleted: ``secure-markers.json``, the phases for which this client has revealed shares, and the
+payloads that it has trained from, and ``secure-sums.safetensors`` (`earlier_sums`). The difference of two sums whose
+sets differ by one client is that client's change. So a client that has revealed shares joins no other attempt at that
+phase, not even after a restart, and no sum of nearly the same payload with other members.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, PlainSerializer
 
 from promptfed.client_service.exits import Failure
+from promptfed.client_service.privacy.earlier_sums import EarlierSum, EarlierSums, shapes_of, sketched
 from promptfed.client_service.state.durable_files import point
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import SpendReport, Task, TaskKind
@@ -62,9 +64,11 @@ class OfPhase(BaseModel):
 
 
 class KeptChange(OfPhase):
-    """The metadata of a kept change."""
+    """The metadata of a kept change; ``shapes`` are the payload's, ``length`` is that of the change."""
 
     payload: str
+    shapes: str = ""
+    length: float = 0.0
     provenance: TensorOrigin
     privacy: Annotated[SpendReport | None, left_out()] = None
 
@@ -241,7 +245,7 @@ class SecureWork:
     def is_trained(self, task: Task) -> bool:
         """Whether the change for this phase is there already, so that another attempt need not train."""
         kept = self._work()[1]
-        return kept is not None and kept.payload == task.payload.sha256 and kept.is_of(task)
+        return kept is not None and kept.payload == task.payload.sha256 and kept.is_of(task) and kept.shapes != ""
 
     def expect(self, task: Task) -> None:
         """Refuse a task that could make this client part of a second sum.
@@ -269,20 +273,23 @@ class SecureWork:
         Raises:
             Failure: out-of-range.
         """
+        update, before = arrays_of(trained.update), arrays_of(payload)
         try:
-            update = arrays_of(trained.update)
-            numbers = blurred(flat_change(update, arrays_of(payload)), update)
+            numbers = blurred(flat_change(update, before), update)
         except SecureError as error:
             raise Failure(error.kind, str(error)) from None
         about = KeptChange(
             round=task.round,
             phase=task.phase,
             payload=task.payload.sha256,
+            shapes=shapes_of(before),
+            length=float(np.linalg.norm(numbers)),
             provenance=trained.provenance,
             privacy=trained.spent,
         )
         private = {f"private.{name}": tensor.detach().clone() for name, tensor in trained.private.items()}
-        content = {"change": torch.from_numpy(numbers), **private}
+        sketch = torch.from_numpy(sketched(identity_of(self._state), before))
+        content = {"change": torch.from_numpy(numbers), "sketch": sketch, **private}
         self._state.write_file(WORK, encode(content, about.model_dump()))
         point("secure-work-written")
         markers = self._markers()
@@ -347,6 +354,7 @@ class SecureWork:
     def _share(self, attempt: KeptAttempt, task: Task, told: bytes) -> str:
         attempt.roster = told.decode()
         roster, place, own = self._read(attempt, task)
+        self._expect_apart(task, roster, roster.entries)
         answer, attempt.own = member.share_secrets(own, roster, place)
         others = (entry.identity_key for other, entry in roster.entries.items() if other != place)
         self.met = meet(self._state, others, task.round, self._limits.peers)
@@ -360,18 +368,22 @@ class SecureWork:
         attempt.held = {place: attempt.own, **received}
         attempt.sharing = job.sharing
         tensors, kept = self._work()
-        if kept is None or kept.payload != attempt.about.payload_sha256:
+        if kept is None or kept.payload != attempt.about.payload_sha256 or not kept.shapes:
             raise SecureError("bad-roster", "the change that this attempt is about is not here any more")
+        self._expect_apart(task, roster, job.sharing)
         vector = encoded(tensors["change"].numpy(), roster.weights[place])
         masked = member.mask_vector(own, roster, place, job.sharing, vector.view(np.uint64))
         about = {"roster_sha256": roster.sha256.hex(), **kept.model_dump(include={"privacy"})}
         self._state.write_file(MASKED, encode({"masked": torch.from_numpy(masked.view(np.int64))}, about))
+        self._note_sum(attempt)
         return ""
 
     def _confirm(self, attempt: KeptAttempt, task: Task, told: bytes) -> str:
         roster, place, own = self._read(attempt, task)
         job = ConfirmJob.model_validate_json(told)
         answer = member.confirm_list(own, roster, place, attempt.sharing, job, self._least(task))
+        self._expect_apart(task, roster, job.alive, final=True)
+        self._note_sum(attempt, [roster.entries[alive].identity_key for alive in job.alive])
         attempt.confirm = told.decode()
         return answer.model_dump_json()
 
@@ -386,6 +398,24 @@ class SecureWork:
         self._state.write_as(MARKERS, markers)
         point("reveal-marked")
         return answer.model_dump_json()
+
+    def _expect_apart(self, task: Task, roster: Roster, places: Iterable[int], final: bool = False) -> None:
+        """No second sum of nearly an earlier payload with other members. Raises SecureError: payload-repeated."""
+        tensors, kept = self._work()
+        if kept is not None and kept.shapes:
+            members = [roster.entries[place].identity_key for place in places]
+            EarlierSums(self._state, self._limits.min_move).expect_apart(
+                _name(task), tensors["sketch"].numpy(), kept.shapes, members, final
+            )
+
+    def _note_sum(self, attempt: KeptAttempt, members: Collection[str] = ()) -> None:
+        """Note what the masked change may now be summed to; ``members``: once they are known."""
+        tensors, kept = self._work()
+        if kept is not None and kept.shapes:
+            about = EarlierSum(round=kept.round, shapes=kept.shapes, change=kept.length)
+            EarlierSums(self._state, self._limits.min_move).note(
+                _name(kept), attempt.about.attempt, tensors["sketch"].numpy(), about, members
+            )
 
     def _least(self, task: Task) -> Limits:
         """What this client insists on: no sum of fewer than the spec promises, nor than its owner's policy asks for."""
@@ -497,5 +527,5 @@ def _weighting(task: Task) -> Weighting:
     return task.config.weighting
 
 
-def _name(task: Task) -> str:
+def _name(task: Task | OfPhase) -> str:
     return f"round {task.round}, {task.phase}"

@@ -64,6 +64,8 @@ class Limits:
 
     ``peers``: fingerprints of members whose keys the owner has verified. If any are given, at most ``unverified`` other
     members may have a key that is not listed, and at least ``verified`` members of a sum must have a listed key.
+
+    ``min_move``: how far a payload must be from that of an earlier sum of other members, as a part of its own change.
     """
 
     minimum: int = LEAST_CLIENTS
@@ -72,6 +74,7 @@ class Limits:
     verified: int = 0
     unverified: int = 0
     min_effective: float = 2.5
+    min_move: float = 0.1
 
 
 def signed_entry(own: Secrets, about: Mapping[str, object]) -> KeysAnswer:

@@ -12,6 +12,7 @@ import pytest
 
 MEMBER, ROSTER = "promptfed.shared.secagg.member", "promptfed.shared.secagg.messages"
 SECURE, LOOP = "promptfed.client_service.privacy.secure", "promptfed.client_service.task_loop"
+SUMS = "promptfed.client_service.privacy.earlier_sums"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,21 @@ MUTANTS = (
         "(_name(task), mark) is None:",
     ),
     Mutant("the_same_payload", SECURE, "SecureWork.expect", "if served is not None and served != where:", "if False:"),
+    Mutant("nearly_the_same_payload", SUMS, "EarlierSums.expect_apart", "< wanted * earlier.change", "< 0"),
+    Mutant(
+        "nearly_the_same_and_one_drops_out",
+        SECURE,
+        "SecureWork._confirm",
+        "self._expect_apart(task, roster, job.alive, final=True)",
+        "pass",
+    ),
+    Mutant(
+        "nearly_the_same_and_one_comes_back",
+        SECURE,
+        "SecureWork._confirm",
+        "self._expect_apart(task, roster, job.alive, final=True)",
+        "pass",
+    ),
     Mutant("an_earlier_round", SECURE, "SecureWork.expect", "if task.round < markers.round:", "if False:"),
     Mutant("another_payload", ROSTER, "_expect_entry", '"attempt", "payload_sha256", "terms")', '"attempt", "terms")'),
     Mutant("swapped_keys", ROSTER, "_expect_entry", "if not is_entry_signed(answer):", "if False:"),

@@ -51,8 +51,10 @@ class World:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        states = [PrivateState(self.folder / f"client-{k}", ephemeral=True) for k in range(self.count)]
+        folders = [self.folder / f"client-{k}" for k in range(self.count)]
+        states = [PrivateState(folder, ephemeral=True, synced=True) for folder in folders]
         self.works = [SecureWork(state, "fed-1", self.limits) for state in states]
+        self.prompts = torch.zeros(SIZE)
         self.entries: dict[int, KeysAnswer] = {}
         self.place: dict[int, int] = {}
         self.shares: dict[int, SharesAnswer] = {}
@@ -84,9 +86,9 @@ class World:
         work.settle(task)
         work.expect(task)
         if not work.is_trained(task):
-            update = {"context": torch.full((SIZE,), 0.25 * (client + 1))}
+            update = {"context": self.prompts + 0.25 * (client + 1)}
             about_it = TensorOrigin(task.task_id, task.round, task.phase)
-            work.keep(task, {"context": torch.zeros(SIZE)}, Trained(update, {}, about_it))
+            work.keep(task, {"context": self.prompts}, Trained(update, {}, about_it))
         return KeysAnswer.model_validate_json(work.keys(task).body)
 
     def ask(self, kind: str, client: int, told: Any, **about: Any) -> bytes:
@@ -118,28 +120,36 @@ class World:
         chosen = self.shares if sharing is None else {place: self.shares[place] for place in sharing}
         return opening.mask_job(self.roster, self.place[client], chosen)
 
-    def mask(self) -> None:
+    def mask(self, **about: Any) -> None:
         """Steps 1 and 2 of everybody."""
-        self.share()
+        self.share(**about)
         for k in range(self.count):
-            self.ask("mask", k, self.mask_job(k))
+            self.ask("mask", k, self.mask_job(k), **about)
 
     def listed(self, *gone: int) -> ConfirmJob:
         """All but the clients ``gone``, which are told to have dropped out."""
         dropped = {self.place[k] for k in gone}
         return opening.confirm_job(self.shares, set(self.shares) - dropped)
 
-    def confirm(self, client: int, job: ConfirmJob) -> ConfirmAnswer:
+    def confirm(self, client: int, job: ConfirmJob, **about: Any) -> ConfirmAnswer:
         """Step 3 of one client."""
-        return ConfirmAnswer.model_validate_json(self.ask("confirm", client, job))
+        return ConfirmAnswer.model_validate_json(self.ask("confirm", client, job, **about))
 
-    def whole(self) -> dict[int, UnmaskAnswer]:
-        """An honest round to its end; what each client has revealed."""
-        self.begin()
-        self.mask()
-        signed = {self.place[k]: self.confirm(k, self.listed()) for k in range(self.count)}
-        jobs = {k: opening.unmask_job(signed) for k in range(self.count)}
-        return {k: UnmaskAnswer.model_validate_json(self.ask("unmask", k, job)) for k, job in jobs.items()}
+    def whole(self, *gone: int, payload: bytes = b"prompts", **about: Any) -> dict[int, UnmaskAnswer]:
+        """An honest round to its end, in which the clients ``gone`` drop out at last; what the others have revealed."""
+        self.shares = {}
+        self.begin(payload=payload, **about)
+        self.mask(**about)
+        there = [k for k in range(self.count) if k not in gone]
+        signed = {self.place[k]: self.confirm(k, self.listed(*gone), **about) for k in there}
+        jobs = {k: opening.unmask_job(signed) for k in there}
+        return {k: UnmaskAnswer.model_validate_json(self.ask("unmask", k, job, **about)) for k, job in jobs.items()}
+
+    def nudge(self, parts: float = 0.0) -> None:
+        """Move the prompts by so many parts of the largest change, or by one unit in the last place."""
+        far = self.prompts + 0.25 * self.count * parts if parts else torch.nextafter(self.prompts, torch.tensor(9.0))
+        assert not torch.equal(far, self.prompts)
+        self.prompts = far
 
 
 def other_lists(world: World) -> None:
@@ -225,6 +235,40 @@ def the_same_payload(world: World) -> None:
     """The next round begins with the very prompts of this one."""
     world.whole()
     world.keys(0, round=2)
+
+
+def nearly_the_same_payload(world: World) -> None:
+    """The next round's prompts differ by a unit in the last place, and one member of the roster is gone."""
+    world.prompts += 1
+    world.whole()
+    world.nudge()
+    world.count -= 1
+    world.whole(payload=b"nudged", round=2)
+
+
+def nearly_the_same_and_one_drops_out(world: World) -> None:
+    """The same with the same roster, of which one is told to have dropped out at last, and a round in between."""
+    world.prompts += 1
+    world.whole()
+    before = world.prompts
+    world.nudge(1.0)
+    world.whole(payload=b"moved", round=2)
+    world.prompts = before
+    world.nudge()
+    world.whole(4, payload=b"nudged", round=3)
+
+
+def nearly_the_same_and_one_comes_back(world: World) -> None:
+    """The first sum is that with a member less, and clients have been started anew since."""
+    world.prompts += 1
+    world.count -= 1
+    world.whole()
+    world.count += 1
+    world.nudge()
+    for k, work in enumerate(world.works):
+        state = PrivateState(work._state.folder, ephemeral=True, synced=True)
+        world.works[k] = SecureWork(state, "fed-1", world.limits)
+    world.whole(payload=b"nudged", round=2)
 
 
 def an_earlier_round(world: World) -> None:
@@ -342,6 +386,8 @@ ATTACKS: Mapping[str, tuple[Callable[[World], None], str]] = {
         (forged_signatures, "bad-roster"), (a_second_list, "kept"), (a_second_mask, "kept"),
         (another_attempt, "already-revealed"), (an_attempt_set_back, "already-revealed"),
         (the_same_payload, "payload-repeated"), (an_earlier_round, "payload-repeated"),
+        (nearly_the_same_payload, "payload-repeated"), (nearly_the_same_and_one_drops_out, "payload-repeated"),
+        (nearly_the_same_and_one_comes_back, "payload-repeated"),
         (another_payload, "bad-roster"), (swapped_keys, "bad-roster"), (one_identity_twice, "bad-roster"),
         (swapped_boxes, "bad-shares"), (too_few_share, "policy-minimum"), (too_few_alive, "policy-minimum"),
         (forgotten_in_the_list, "bad-roster"), (fewer_than_the_spec_promises, "policy-minimum"),
