@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 # Cc: ESC and other controls. Cf: what turns the direction of writing, or shows as nothing. Cs, Cn, Co: what terminals
 # draw as they like. Zl, Zp: further ends of lines.
@@ -59,14 +59,53 @@ def alike_text(names: Iterable[str]) -> str:
     return "; ".join(" and ".join(map(_spelt, group)) for group in look_alikes(names))
 
 
+def quoted(names: Iterable[str], beside: Iterable[str] = ()) -> list[str]:
+    """``names`` in quotes, for a message; of those that look like another of them or of ``beside`` with their codes."""
+    shown = list(names)
+    alike = {name for group in look_alikes({*shown, *beside}) for name in group}
+    return [_spelt(name) if name in alike else repr(name) for name in shown]
+
+
+def likeness(names: Iterable[str], beside: Iterable[str]) -> str:
+    """Which of ``names`` look like others of them or of ``beside``, as a remark behind a refusal; empty if none do."""
+    own = set(names)
+    groups = [" and ".join(map(_spelt, group)) for group in look_alikes({*own, *beside}) if not own.isdisjoint(group)]
+    return f" (these look alike: {'; '.join(groups[:5])})" if groups else ""
+
+
+def merged(names: Iterable[str], into: Callable[[str], str]) -> list[str]:
+    """A clause for each text that ``into`` makes of several ``names``: nobody has said that they are one."""
+    groups: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        groups.setdefault(into(name), []).append(name)
+    return [
+        f"{' and '.join(quoted(group))} would become one, {text!r}; rename all but one, or merge what is one"
+        for text, group in groups.items()
+        if len(group) > 1
+    ]
+
+
+def listed(text: str) -> list[str]:
+    """The names in ``a, b, c``. Raises ValueError for an empty one: what was meant there would be dropped."""
+    names = [name.strip() for name in text.split(",")]
+    if "" in names:
+        raise ValueError(f"{text!r} has an empty name; write names separated by one comma")
+    return names
+
+
 def _spelt(name: str) -> str:
     return repr(name) if name.isascii() else f"{name!r} (spelt {name!a})"
 
 
+def seen(text: str) -> str:
+    """``text`` as it is seen: in one form of Unicode (NFKC), without capitals and without letters that do not show."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return "".join(letter for letter in folded if unicodedata.category(letter) not in UNSEEN)
+
+
 def _drawn(name: str) -> str:
-    folded = unicodedata.normalize("NFKC", name).casefold().translate(DRAWN_ALIKE)
-    dropped = UNSEEN | {"Pd", "Pc"}
-    return "".join(letter for letter in folded if not letter.isspace() and unicodedata.category(letter) not in dropped)
+    letters = seen(name).translate(DRAWN_ALIKE)
+    return "".join(one for one in letters if not one.isspace() and unicodedata.category(one) not in {"Pd", "Pc"})
 
 
 def csv_cell(text: str) -> str:

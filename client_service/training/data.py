@@ -22,7 +22,7 @@ from promptfed.shared.data.source import in_words
 from promptfed.shared.messages import Role
 from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.methods.core.training import TaskCancelled
-from promptfed.shared.plain_text import look_alikes
+from promptfed.shared.plain_text import likeness
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors.transfer import host_memory, sent_to
 
@@ -326,8 +326,5 @@ def check_classes(own: tuple[str, ...], label_space: tuple[str, ...]) -> None:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         names = ", ".join(repr(name) for name in unknown[:5]) + more
         text = f"the federation does not know the classes {names} of the data: rename or leave out their images"
-        groups = [group for group in look_alikes({*unknown, *label_space}) if not set(group).isdisjoint(unknown)]
-        alike = [" and ".join(map(ascii, group)) for group in groups]
-        if alike:
-            text += f" (these look alike: {'; '.join(alike[:5])})"
+        text += likeness(unknown, label_space)
         raise ClientError(Exit.BAD_INPUT, f"{text}; it knows {len(label_space)} classes, {label_space[0]!r} the first")

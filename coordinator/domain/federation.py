@@ -21,6 +21,7 @@ from promptfed.shared.methods.core.interface import (
     Phase,
     ServerContext,
 )
+from promptfed.shared.plain_text import quoted
 from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -290,9 +291,11 @@ def differing(named: Mapping[str, tuple[str, ...]]) -> str | None:
         trainers.setdefault(frozenset(named[name]), []).append(name)
     if len(trainers) < 2:
         return None
-    common = frozenset[str].intersection(*trainers)
+    common, all_names = frozenset[str].intersection(*trainers), frozenset[str]().union(*trainers)
     groups = sorted(trainers.items(), key=lambda group: (-len(group[1]), group[1]))
-    sides = [f"{_some(names, 3)}: {_some(map(repr, sorted(own - common)), 8) or 'no more'}" for own, names in groups]
+    sides = [
+        f"{_some(names, 3)}: {_some(quoted(sorted(own - common), all_names), 8) or 'no more'}" for own, names in groups
+    ]
     beside = f" beside {len(common)} that all have" if common else ""
     return f"the trainers' class names differ{beside} ({_some(sides, 4, ' | ')})"
 

@@ -28,6 +28,7 @@ from promptfed.shared.messages import ENDED, MOST_PEERS, EnrolmentInfo, EnrolReq
 from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes
 from promptfed.shared.methods.core.interface import MethodError, ServerContext, check_admission
+from promptfed.shared.plain_text import likeness
 from promptfed.shared.secagg.primitives import is_signed
 from promptfed.shared.spec.spec import BackboneShape
 
@@ -248,7 +249,7 @@ def _check_class_names(federation: Federation, request: EnrolRequest) -> None:
     if federation.spec.class_names is not None:
         unknown = sorted(set(request.class_names) - set(federation.spec.class_names))
         if unknown:
-            names = ", ".join(map(repr, unknown[:5]))
+            names = ", ".join(map(repr, unknown[:5])) + likeness(unknown, federation.spec.class_names)
             raise problems.UnknownClass(f"{federation.name} has no class {names}: rename or leave out those images")
         return
     agreed = federation.class_names

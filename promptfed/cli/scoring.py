@@ -47,7 +47,7 @@ from promptfed.shared.metrics import (
     mean_average_precision,
     proportion,
 )
-from promptfed.shared.plain_text import counted, csv_cell, plain
+from promptfed.shared.plain_text import counted, csv_cell, likeness, plain
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors.torch_tensors import state_hash
@@ -381,8 +381,8 @@ def _expect_known(classes: Sequence[str], names: Sequence[str], uri: str) -> Non
     unknown = [name for name in classes if name not in names]
     if unknown:
         shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-        text = f"the export does not choose among the classes {shown} of {uri}: leave them out with only=NAME,NAME"
-        raise CommandError(text, Exit.BAD_INPUT)
+        text = f"the export does not choose among the classes {shown} of {uri}{likeness(unknown, names)}"
+        raise CommandError(f"{text}: leave them out with only=NAME,NAME", Exit.BAD_INPUT)
 
 
 def _expect_kind(served: Served, labels: Tensor, uri: str) -> None:

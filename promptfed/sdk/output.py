@@ -26,7 +26,7 @@ from rich.table import Table
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api import report_schemas as shared
-from promptfed.shared.plain_text import plain
+from promptfed.shared.plain_text import listed, plain
 from promptfed.shared.service.reasons import of_surroundings, why
 from promptfed.shared.spec.spec import check_class_names
 
@@ -128,7 +128,7 @@ def class_names(text: str) -> list[str]:
         CommandError: there is no name, or a name occurs twice.
     """
     try:
-        return check_class_names([name.strip() for name in text.split(",") if name.strip()])
+        return check_class_names(listed(text))
     except ValueError as error:
         raise CommandError(f"--classes {error}", Exit.BAD_INPUT) from None
 

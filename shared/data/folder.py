@@ -6,12 +6,14 @@ All problems of a folder are reported together. Evaluators use every image as a 
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -23,48 +25,87 @@ from promptfed.shared.data.options import UNKNOWN, Options, divided, kept_names,
 from promptfed.shared.data.partition import class_counts, strata
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, in_words
 from promptfed.shared.files import open_file
+from promptfed.shared.plain_text import likeness, merged, quoted, seen
 from promptfed.shared.service import reasons
 from promptfed.shared.service.reasons import why
+
+log = logging.getLogger("promptfed.data")
 
 NAMES_COLUMN = "labels"
 SEPARATOR = "|"
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # other than commas, that tables come with
 _CELLS = {"": UNKNOWN, "0": 0, "1": 1, "0.0": 0, "1.0": 1}  # what a cell of a class's column may hold
 
-Rows = Sequence[tuple[int, Mapping[str, str | None]]]  # the lines of a table with their numbers
+Rows = Sequence[tuple[int, dict[str, str]]]  # the lines of a table with their numbers
 
 
-def read_lines(path: Path, name: str) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
+def read_lines(path: Path, name: str) -> tuple[list[str], Rows]:
     """The columns of a table that is called ``name``, and its rows with the numbers of their last lines.
 
+    No row is mended: of one with too many or too few cells nobody knows which cell is missing or was divided.
+
     Raises:
-        DataError: it is no CSV file in UTF-8, separates by other than commas, or has two columns of one name.
+        DataError: it is no CSV file in UTF-8, separates by other than commas, has two columns of one name, or a
+            malformed row.
     """
+    lines: list[tuple[int, list[str]]] = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            columns = list(reader.fieldnames or [])
-            rows = [(reader.line_num, row) for row in reader]
-    except (UnicodeDecodeError, csv.Error):
+            reader = csv.reader(file, strict=True)
+            for cells in reader:
+                lines.append((reader.line_num, cells))
+    except (UnicodeDecodeError, csv.Error) as error:
+        if isinstance(error, csv.Error) and ("end of data" in str(error) or "expected after" in str(error)):
+            begun = lines[-1][0] + 1 if lines else 1
+            text = "a quote is not closed, or text follows it; write a quote within quotes twice"
+            raise DataError(f"{name}, line {begun}: {text}.") from None
         raise DataError(f"{name} is not a CSV file in UTF-8; save it as one.") from None
     except OSError as error:
         raise DataError(f"{name} cannot be read: {why(error)}.") from None
+    lines = [(number, cells) for number, cells in lines if cells and (len(cells) > 1 or cells[0].strip())]
+    columns = lines[0][1] if lines else []
     found = [words for mark, words in _SEPARATORS.items() if len(columns) == 1 and mark in columns[0]]
     if found:
         raise DataError(f"{name} separates its columns by {found[0]}; separate them by commas.")
     twice = [column for column, count in Counter(columns).items() if count > 1 and column]
     if twice:
         raise DataError(f"{name} has the column {twice[0]} twice; rename or remove one of them.")
-    return columns, rows
+    wrong = [f"{name}, line {number}: {text}" for number, cells in lines[1:] if (text := _miscounted(cells, columns))]
+    if wrong:
+        raise DataError(" ".join(shortened(wrong)), wrong)
+    return columns, [(number, dict(zip(columns, cells, strict=True))) for number, cells in lines[1:]]
+
+
+def _miscounted(cells: Sequence[str], columns: Sequence[str]) -> str:
+    """What is wrong with the number of a row's cells; empty if nothing is."""
+    if len(cells) < len(columns):
+        return f"{columns[len(cells)] or 'a cell'} is missing: give every line {len(columns)} cells."
+    given = f"{len(cells)} cells where the first line has {len(columns)}"
+    return "" if len(cells) == len(columns) else f"{given}; put a cell that holds a comma in quotes."
+
+
+def misread(rows: Rows, keys: Collection[str], labels: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """The line, and what is wrong with a cell in the columns ``keys`` or ``labels``.
+
+    A space at an end would make another patient or domain of "p1 ", and a quote that is closed some lines later one
+    cell of them all. Labels with such spaces are told as class names.
+    """
+    for number, row in rows:
+        for column in (*keys, *labels):
+            cell = row.get(column, "")
+            if "\n" in cell or "\r" in cell:
+                yield number, f"{column} holds a line break; close its quote, or write it in one line."
+            elif column in keys and cell != cell.strip():
+                yield number, f"{column} begins or ends with a space; remove it."
 
 
 def check_column(needed: str, columns: Sequence[str], name: str) -> None:
     """Raise DataError if a table that is called ``name`` lacks a column; one that is written otherwise is told."""
     if needed in columns:
         return
-    near = [column for column in columns if column.strip().casefold() == needed.casefold()]
+    near = [column for column in columns if seen(column).strip() == seen(needed)]
     if near:
-        raise DataError(f"{name} calls its column {near[0]!r}; call it {needed}.")
+        raise DataError(f"{name} calls its column {quoted(near, [needed])[0]}; call it {needed}.")
     raise DataError(f"{name} has no column {needed}; its first line names the columns, as in path,label.")
 
 
@@ -76,28 +117,49 @@ class LabelColumns:
     columns: tuple[str, ...]
     names: bool
 
-    def problems(self, number: int, row: Mapping[str, str | None]) -> Iterator[str]:
+    def problems(self, number: int, row: Mapping[str, str]) -> Iterator[str]:
         """One sentence for each cell of a line that cannot be read."""
         for column in self.columns:
-            where, cell = f"{self.table}, line {number}", row.get(column)
-            if cell is None:
-                yield f"{where}: {column} is missing: give every line {len(row)} cells."
-            elif self.names and cell.strip() and not all(map(str.strip, cell.split(SEPARATOR))):
+            where, cell = f"{self.table}, line {number}", row[column]
+            if self.names and cell.strip() and not all(map(str.strip, cell.split(SEPARATOR))):
                 yield f"{where}: {column} is {cell}, with an empty name; write names separated by one {SEPARATOR}."
             elif not self.names and cell.strip() not in _CELLS:
                 advice = "correct it, give columns=NAME,NAME of the classes, or call a column of names label or labels"
                 yield f"{where}: {column} is {cell}, not 1 (present), 0 (absent) or empty (unknown); {advice}."
 
     def read(self, rows: Rows) -> tuple[tuple[str, ...], torch.Tensor]:
-        """The class names, and labels ``(N, C)`` int8 of lines without `problems`. Raises DataError without a class."""
+        """The class names, and labels ``(N, C)`` int8 of lines without `problems`.
+
+        Raises:
+            DataError: there is no class, or two columns would become one.
+        """
         if not self.names:
-            cells = [[_CELLS[(row[column] or "").strip()] for column in self.columns] for _, row in rows]
-            return tuple(" ".join(column.replace("_", " ").split()) for column in self.columns), _labels(cells)
-        listed = [_names_in(row[self.columns[0]] or "") for _, row in rows]
+            if clauses := merged(self.columns, words_of):
+                raise DataError(f"{self.table}: the columns {'; '.join(clauses)}.")
+            cells = [[_CELLS[row[column].strip()] for column in self.columns] for _, row in rows]
+            return tuple(map(words_of, self.columns)), _labels(cells)
+        column = self.columns[0]
+        listed = [_names_in(row[column]) for _, row in rows]
         names = tuple(sorted(set().union(*listed)))
         if not names:
-            raise DataError(f"{self.table}: the column {self.columns[0]} names no class; write some, as in cat|dog.")
+            raise DataError(f"{self.table}: the column {column} names no class; write some, as in cat|dog.")
+        joined = [number for number, row in rows if SEPARATOR not in row[column] and set(row[column]) & {",", ";"}]
+        if joined:
+            more = f" and {len(joined) - 1} more" if len(joined) > 1 else ""
+            text = f"{column} holds a comma or a semicolon and no {SEPARATOR}, which separates names: it is one name"
+            _tell(f"{self.table}, line {joined[0]}{more}: {text}")
         return names, _labels([[int(name in own) for name in names] for own in listed])
+
+
+@lru_cache(64)
+def _tell(text: str) -> None:
+    """Log, once for each source."""
+    log.warning("%s", text)
+
+
+def words_of(name: str) -> str:
+    """The class that a column, or a library's name, stands for."""
+    return " ".join(name.replace("_", " ").split())
 
 
 def label_columns(
@@ -114,10 +176,11 @@ def label_columns(
     given, chosen = options.text("labels"), options.text("columns")
     if given is not None and chosen is not None:
         raise DataError(f"{options.uri}: give labels= or columns=, not both.")
-    wanted = [given] if given is not None else [] if chosen is None else [name.strip() for name in chosen.split(",")]
+    wanted = [given] if given is not None else [] if chosen is None else options.listed("columns")
     for name in wanted:
         if name not in columns:
-            raise DataError(f"{table} has no column {name}; choose one of {', '.join(columns)}.")
+            alike = likeness([name], columns)
+            raise DataError(f"{table} has no column {name}{alike}; choose one of {', '.join(columns)}.")
     if wanted:
         return LabelColumns(table, tuple(wanted), given is not None)
     if "label" in columns:
@@ -125,23 +188,22 @@ def label_columns(
     if NAMES_COLUMN in columns:
         return LabelColumns(table, (NAMES_COLUMN,), True)
     classes = tuple(column for column in columns if column not in others)
-    if "" in classes or any(name.strip().casefold() in ("label", NAMES_COLUMN) for name in classes):
-        wrong = next(name for name in classes if not name or name.strip().casefold() in ("label", NAMES_COLUMN))
-        change = (
-            f"calls a column {wrong!r}; call it {wrong.strip().casefold()}" if wrong else "has a column without a name"
-        )
+    if wrong := [name for name in classes if seen(name).strip() in ("", "label", NAMES_COLUMN)]:
+        meant = seen(wrong[0]).strip()
+        shown = quoted(wrong, [meant])[0]
+        change = f"calls a column {shown}; call it {meant}" if meant else "has a column without a name"
         raise DataError(f"{table} {change}, or give columns=NAME,NAME of the classes.")
     return LabelColumns(table, classes, False) if classes else None
 
 
 def subgroup_columns(options: Options) -> list[str]:
     """The columns of subgroups, as ``groups=sex,scanner`` lists them."""
-    return [name.strip() for name in (options.text("groups") or "").split(",") if name.strip()]
+    return options.listed("groups") if options.text("groups") else []
 
 
-def subgroup_of(row: Mapping[str, str | None], column: str) -> str:
+def subgroup_of(row: Mapping[str, str], column: str) -> str:
     """The value of a line in a column of subgroups."""
-    return row.get(column) or "unknown"
+    return row[column] or "unknown"
 
 
 def _names_in(cell: str) -> set[str]:
@@ -228,11 +290,14 @@ def _listing(root: Path, domain: str | None, options: Options) -> _Listing:
         items += images
         empty += lacking
         wrong += nested
-    seen: dict[str, Path] = {}
+    folders = (item.path.parent.name for item in items)
+    wrong += [f"{root}: the class folders {clause}." for clause in merged(folders, _label)]
+    first: dict[str, Path] = {}
     for item, true in zip(items, true_paths(item.path for item in items), strict=True):
-        if seen.setdefault(true, item.path) != item.path and os.path.isfile(true):
-            wrong.append(f"{item.path} is the same file as {seen[true]}; keep one of them.")
-    return _Listing(items, root, _domain(domain, root / WORDS_FILE), tuple(empty), splits != [None], tuple(wrong))
+        if first.setdefault(true, item.path) != item.path and os.path.isfile(true):
+            wrong.append(f"{item.path} is the same file as {first[true]}; keep one of them.")
+    words = _domain(domain, root / WORDS_FILE, [] if domain is None else _subfolders(root.parent))
+    return _Listing(items, root, words, tuple(empty), splits != [None], tuple(wrong))
 
 
 def _unlike_splits(root: Path, names: list[str]) -> str:
@@ -287,7 +352,9 @@ def open_csv(body: str, options: Options) -> Source:
     for needed in ("path", *(["label"] if several is None else []), *wanted):
         check_column(needed, columns, str(table))
     rows = [(number, row) for number, row in lines if _wanted(row, domain)]
-    wrong = [problem for number, row in rows for problem in _row_problems(table, number, row, group, several)]
+    labelled = ("label",) if several is None else several.columns
+    wrong = [f"{table}, line {number}: {text}" for number, text in misread(lines, ("split", *wanted), labelled)]
+    wrong += [problem for number, row in rows for problem in _row_problems(table, number, row, group, several)]
     wrong += _listed_twice(table, rows)
     if wrong:
         items = [_csv_item(table, row, group, subgroups) for _, row in rows if row["path"]]
@@ -297,7 +364,8 @@ def open_csv(body: str, options: Options) -> Source:
         _refuse([*wrong, *unread])
     items = [_csv_item(table, row, group, subgroups) for _, row in rows]
     _check_splits(table, items, domain, options)
-    listing = _Listing(items, table, _domain(domain, table.parent / WORDS_FILE))
+    words = _domain(domain, table.parent / WORDS_FILE, (row.get("domain", "") for _, row in lines))
+    listing = _Listing(items, table, words)
     if several is None:
         return _source(listing, options)
     names, labels = several.read(rows)
@@ -322,12 +390,12 @@ def _check_splits(table: Path, items: Sequence[_Item], domain: str | None, optio
         raise DataError(f"{table} leaves the split of some images empty; give it for all or for none.")
 
 
-def _wanted(row: dict[str, str], domain: str | None) -> bool:
+def _wanted(row: Mapping[str, str], domain: str | None) -> bool:
     return domain is None or row["domain"] == domain
 
 
 def _row_problems(
-    table: Path, number: int, row: dict[str, str], group: str | None, several: LabelColumns | None
+    table: Path, number: int, row: Mapping[str, str], group: str | None, several: LabelColumns | None
 ) -> Iterator[str]:
     where, split = f"{table}, line {number}", row.get("split") or None
     yield from () if several is None else several.problems(number, row)
@@ -343,12 +411,12 @@ def _row_problems(
         yield f"{where}: the group ({group}) must not be empty."
 
 
-def _listed_twice(table: Path, rows: Sequence[tuple[int, dict[str, str]]]) -> Iterator[str]:
+def _listed_twice(table: Path, rows: Rows) -> Iterator[str]:
     """One sentence for each line with an earlier line's image, that could be in train and test, or have two labels."""
-    seen: dict[str, int] = {}
+    known: dict[str, int] = {}
     given = [(number, row["path"]) for number, row in rows if row["path"]]
     for (number, path), true in zip(given, true_paths(table.parent / path for _, path in given), strict=True):
-        first = seen.setdefault(true, number)
+        first = known.setdefault(true, number)
         if first != number:
             yield f"{table}, line {number}: {path} is the image of line {first} too; keep one line for each image."
 
@@ -364,7 +432,7 @@ def true_paths(paths: Iterable[Path]) -> Iterator[str]:
         yield os.path.realpath(true) if os.path.islink(true) or name in ("..", ".") else true
 
 
-def _csv_item(table: Path, row: dict[str, str], group: str | None, subgroups: Sequence[str]) -> _Item:
+def _csv_item(table: Path, row: Mapping[str, str], group: str | None, subgroups: Sequence[str]) -> _Item:
     split, own_group = row.get("split") or None, row[group] if group is not None else None
     values = tuple((name, subgroup_of(row, name)) for name in subgroups)
     return _Item(table.parent / row["path"], row.get("label") or "", split, own_group, values)
@@ -481,12 +549,19 @@ def _digests(items: Iterable[_Item]) -> list[str | DataError]:
         return list(threads.map(digest, items))
 
 
-def _domain(name: str | None, words_file: Path) -> ImageDomain | None:
+def _domain(name: str | None, words_file: Path, beside: Iterable[str]) -> ImageDomain | None:
     """The domain of the folder ``name``, described by the words in the description file or else by its name.
 
     A domain's name has letters, digits, dots, underscores and hyphens: the folder "Real World" becomes "Real-World".
+    ``beside``: the names of all domains there are.
     """
-    declared = re.sub(r"[^A-Za-z0-9._-]", "-", name or "")
+
+    def declare(domain: str) -> str:
+        return re.sub(r"[^A-Za-z0-9._-]", "-", domain)
+
+    declared = declare(name or "")
+    if name is not None and (clauses := merged((one for one in beside if declare(one) == declared), declare)):
+        raise DataError(f"{words_file.parent}: the domains {clauses[0]}.")
     if words_file.exists() and not words_file.is_dir():
         try:
             with open_file(words_file) as file:

@@ -12,6 +12,7 @@ import torch
 from promptfed.shared.data import partition
 from promptfed.shared.data.partition import train_test, whole_groups
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, joined
+from promptfed.shared.plain_text import likeness, listed
 
 COMMON_OPTIONS = (
     "shots",
@@ -75,6 +76,13 @@ class Options:
     def text(self, name: str, default: str | None = None) -> str | None:
         """The option as text."""
         return self.values.get(name, default)
+
+    def listed(self, name: str) -> list[str]:
+        """The names that the option lists, as in ``name=a,b``."""
+        try:
+            return listed(self.values[name])
+        except ValueError as error:
+            raise DataError(f"{self.uri}: {name}={error}.") from None
 
     def choice(self, name: str, known: Iterable[str], default: str | None = None) -> str | None:
         """The option, which must be one of ``known``."""
@@ -159,7 +167,8 @@ def kept_names(names: Sequence[str], counts: Mapping[str, int], options: Options
     wanted = set(names) if text is None else {name.strip() for name in text.split(",")}
     unknown = [name.strip() for name in (text or "").split(",") if text is not None and name.strip() not in names]
     if unknown:
-        raise DataError(f"{options.uri}: only= names the class {unknown[0]!r}, which is not one of its classes.")
+        alike = likeness(unknown[:1], names)
+        raise DataError(f"{options.uri}: only= names the class {unknown[0]!r}, which is not one of its classes{alike}.")
     kept = [name for name in names if name in wanted and counts.get(name, 0) >= least]
     if not kept:
         largest = max(counts.values(), default=0)

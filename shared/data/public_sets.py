@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from PIL import Image
 
+from promptfed.shared.data.folder import words_of
 from promptfed.shared.data.options import Options, with_classes
 from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.pixels import UNREADABLE, in_rgb
 from promptfed.shared.data.source import DataError, Source, Split, refuse_special_files
+from promptfed.shared.plain_text import merged
 from promptfed.shared.service.reasons import why
 
 TEMPLATE = "a photo of a {}."
@@ -134,7 +136,10 @@ def _class_names(name: str, dataset: Any) -> tuple[str, ...]:
         names = [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", label) for label in names]  # AnnualCrop
     elif name.startswith("MNIST"):
         names = [label.split(" - ")[-1] for label in names]  # 0 - zero
-    return _distinct(_curated([" ".join(label.replace("_", " ").replace("/", " ").split()) for label in names]))
+    names = [label.replace("/", " ") for label in names]
+    if clauses := merged(names, words_of):
+        raise DataError(f"torchvision's {name}: the classes {'; '.join(clauses)}.")
+    return _distinct(_curated(list(map(words_of, names))))
 
 
 def _curated(names: list[str]) -> list[str]:
@@ -182,7 +187,10 @@ def open_hugging_face(body: str, options: Options) -> Source:
             raise DataError(f"{options.uri}: has no split {name}; it has {', '.join(splits)}.")
     train = splits[train_name]
     image, label = _columns(train, options)
-    names = tuple(_curated([" ".join(name.replace("_", " ").split()) for name in train.features[label].names]))
+    raw = train.features[label].names
+    if clauses := merged(raw, words_of):
+        raise DataError(f"{options.uri}: the classes {'; '.join(clauses)}.")
+    names = tuple(_curated(list(map(words_of, raw))))
     first = _dataset_split(train, image, label, names, options)
     if test_name is None:
         rows = train_test(first.labels, options.split_seed, names=names)

@@ -73,9 +73,12 @@ def class_names_of(uri: str, role: Role = "trainer") -> tuple[str, ...]:
 
 @lru_cache(64)
 def tell_look_alikes(uri: str, names: tuple[str, ...]) -> None:
-    """Log, once for each source, the class names that people or text towers take for one."""
+    """Log, once for each source, the class names that people or text towers take for one, or that end in a space."""
     if text := alike_text(names):
         log.warning("%s: these class names look alike: %s; rename them, or merge classes that are one", uri, text)
+    elif spaced := [name for name in names if name != name.strip()]:
+        shown = ", ".join(map(repr, spaced[:5]))
+        log.warning("%s: these class names begin or end with a space: %s; remove it", uri, shown)
 
 
 def parse_uri(uri: str, role: Role = "trainer") -> tuple[str, str, Options]:

@@ -258,10 +258,13 @@ def _entries(api: Coordinator) -> Iterator[AuditEntry]:
 
 
 def _read(file: Path) -> list[AuditEntry]:
+    entries: list[AuditEntry] = []
     try:
-        return [AuditEntry.model_validate_json(line) for line in file.read_text().splitlines() if line]
+        for line in filter(None, file.read_text().split("\n")):
+            entries.append(AuditEntry.model_validate_json(line))
     except OSError as error:
         raise CommandError(f"cannot read {file}: {why(error)}", Exit.BAD_INPUT) from None
     except ValueError:
-        text = f"{file} is not an audit log: give what `promptfed audit-log show --json` has printed"
-        raise CommandError(text, Exit.BAD_INPUT) from None
+        text = f"line {len(entries) + 1} of {file} is no entry" if entries else f"{file} is not an audit log"
+        raise CommandError(f"{text}: give what `promptfed audit-log show --json` has printed", Exit.BAD_INPUT) from None
+    return entries

@@ -14,7 +14,7 @@ from promptfed.cli.common import Json
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import console, listing, print_json, say, table
 from promptfed.shared.data import DataError
-from promptfed.shared.plain_text import counted, look_alikes, plain
+from promptfed.shared.plain_text import counted, look_alikes, plain, quoted
 from promptfed.shared.service.reasons import why
 
 if TYPE_CHECKING:
@@ -94,8 +94,9 @@ def show(
         }
         print_json({**about, "classes": counts, "sheet": str(out)})
         return
-    quoted = {name for group in alike for name in group}  # else a space at the end is not seen
-    rows = [[repr(name) if name in quoted else name, *map(str, of.values())] for name, of in counts.items()]
+    unlike = {name for group in alike for name in group}  # else a space at the end is not seen
+    spelt = dict(zip(counts, quoted(counts), strict=True))
+    rows = [[spelt[name] if name in unlike else name, *map(str, of.values())] for name, of in counts.items()]
     columns = ["train", "test", *(["unknown"] if source.train.labels.ndim == 2 else [])]
     rows.append(["all images", str(len(source.train)), str(len(source.test)), ""][: 1 + len(columns)])
     console.print(table(None, ["class", *columns], rows))

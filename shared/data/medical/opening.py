@@ -29,8 +29,10 @@ from promptfed.shared.data.folder import (
     SKIP,
     TEMPLATE,
     LabelColumns,
+    Rows,
     check_column,
     label_columns,
+    misread,
     read_lines,
     skips,
     subgroup_columns,
@@ -340,22 +342,25 @@ def read_table(path: Path, options: Options) -> Table:
         check_column(needed, columns, name)
     if not rows:
         raise DataError(f"{options.uri}: {_TABLE} has no line.")
-    problems = _problems(rows, key, [key, *labelled, *([own] if own else [])], several)
+    keys = [key, "split", *([own] if own else []), *subgroups]
+    problems = [
+        (f"{_TABLE}, line {number}: {text}",) * 2
+        for number, text in misread(rows, keys, labelled if several is None else several.columns)
+    ]
+    problems += _problems(rows, key, [key, *labelled, *([own] if own else [])], several)
     if problems:
         refuse(options, problems)
     names, labels = _one_label(rows) if several is None else several.read(rows)
     splits = tuple(row.get("split") or None for _, row in rows)
     if None in splits and len(set(splits)) > 1:
         raise DataError(f"{options.uri}: {_TABLE} leaves some splits empty; give it for all lines or for none.")
-    groups = tuple(str(row[own]) for _, row in rows) if own else None
-    values = tuple(str(row[key]).strip() for _, row in rows)
+    groups = tuple(row[own] for _, row in rows) if own else None
+    values = tuple(row[key] for _, row in rows)
     by_column = {column: tuple(subgroup_of(row, column) for _, row in rows) for column in subgroups}
     return Table(key, values, tuple(number for number, _ in rows), names, labels, splits, groups, by_column)
 
 
-def _problems(
-    rows: Sequence[tuple[int, Mapping[str, Any]]], key: str, needed: Sequence[str], several: LabelColumns | None
-) -> list[tuple[str, str]]:
+def _problems(rows: Rows, key: str, needed: Sequence[str], several: LabelColumns | None) -> list[tuple[str, str]]:
     """What is wrong with the lines: a text without values, and one for the owner's eyes."""
     problems: list[tuple[str, str]] = []
     seen: dict[str, int] = {}
@@ -380,8 +385,8 @@ def _columns_only(options: Options) -> Options:
     return options.without(("labels",))
 
 
-def _one_label(rows: Sequence[tuple[int, Mapping[str, str | None]]]) -> tuple[tuple[str, ...], torch.Tensor]:
-    labels = [str(row["label"]) for _, row in rows]
+def _one_label(rows: Rows) -> tuple[tuple[str, ...], torch.Tensor]:
+    labels = [row["label"] for _, row in rows]
     names = tuple(sorted(set(labels)))
     places = {name: place for place, name in enumerate(names)}
     return names, torch.tensor([places[label] for label in labels])

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared import seeds
 from promptfed.shared.messages import Domain
+from promptfed.shared.plain_text import quoted, seen
 from promptfed.shared.privacy.accounting import Event, training_event
 from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.seeds import Draws
@@ -164,8 +165,11 @@ def name_features(backbone: Backbone, class_names: Sequence[str]) -> Tensor:
 
 
 def same_in_a_text(class_names: Sequence[str]) -> list[str]:
-    """Those of ``class_names`` that differ from another only in case, "_" or spaces: a text tower sees one name."""
-    normal = [" ".join(spoken(name).casefold().split()) for name in class_names]
+    """Those of ``class_names`` that differ from another only in case, "_", spaces or Unicode's form.
+
+    A text tower sees one name: tokenizers bring letters into one form.
+    """
+    normal = [" ".join(seen(spoken(name)).split()) for name in class_names]
     counts = Counter(normal)
     return [name for name, text in zip(class_names, normal, strict=True) if counts[text] > 1]
 
@@ -524,7 +528,7 @@ class Method(ABC):
             )
         same = same_in_a_text(names) if self.needs.text_tower else []
         if same:
-            alike = ", ".join(map(repr, same[:4]))
+            alike = ", ".join(quoted(same[:4], same))
             raise MethodError(f"to a text tower these class names are the same: {alike}; rename or merge the classes")
 
     @abstractmethod

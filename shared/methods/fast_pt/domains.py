@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.plain_text import quoted
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import namespace
 from promptfed.shared.tensors.lazy import F, Tensor, torch
@@ -88,9 +89,9 @@ def check_description(
     key = domain_key(description)
     before = former.domain if former is not None else None
     if before is not None and domain_key(before.description) != key:
+        then, now = quoted([before.description, description])
         raise pf.MethodError(
-            f"{client.name!r} took part with the domain {before.description!r}: come back with it, or enrol "
-            f"{description!r} under another name"
+            f"{client.name!r} took part with the domain {then}: come back with it, or enrol {now} under another name"
         )
     same = [other.name for other in context.clients if key in trainer_domains([other])]
     if same and not merge_domains:
