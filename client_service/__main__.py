@@ -9,7 +9,7 @@ from typing import Literal
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.monitor import EventJsonLines, EventTextLines
-from promptfed.client_service.settings import Settings, make_settings
+from promptfed.client_service.settings import Settings, make_settings, unread
 from promptfed.client_service.state.site_log import sent_lines
 from promptfed.shared.service.process import given_settings, log_to_stderr
 from promptfed.shared.service.reasons import collect_seldom
@@ -25,6 +25,8 @@ def set_up_logging(log_format: Literal["text", "json"]) -> None:
 def start(settings: Settings) -> int:
     """Do what the settings ask for, with logging set up; the exit code. Torch is imported here and not before."""
     set_up_logging(settings.log_format)
+    for line in unread():
+        logging.getLogger("promptfed.client").warning("%s", line)
     try:
         if settings.check:
             return check(settings)

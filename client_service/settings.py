@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.shared.messages import Role
+from promptfed.shared.service.environment import CLIENT, is_of_a_link, unread_variables
 from promptfed.shared.service.net import addresses_of, check_addresses, is_loopback
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.spec.spec import NAME_PATTERN, Name
@@ -25,7 +26,7 @@ DEVICE_PATTERN = r"^(auto|cpu|cuda(:\d+)?)$"
 class Settings(BaseSettings):
     """Settings of one client; those without a default must be given. The coordinator learns no data URI and no path."""
 
-    model_config = SettingsConfigDict(env_prefix="PROMPTFED_CLIENT_", extra="forbid", cli_kebab_case=True)
+    model_config = SettingsConfigDict(env_prefix=CLIENT, extra="forbid", cli_kebab_case=True, env_ignore_empty=True)
 
     coordinator: Annotated[
         str,
@@ -161,6 +162,9 @@ class Settings(BaseSettings):
         """Fill in a name, a role and a state folder if they were not given; ``invited`` has those of an invitation."""
         if not isinstance(given, dict):
             return given
+        empty = sorted(key for key, value in given.items() if value == "")
+        if empty:
+            raise ValueError(f"--{empty[0].replace('_', '-')} is empty: give a value, or leave it out")
         invited = given.get("invited") or {}
         given = {key: value for key, value in given.items() if key != "invited"}
         name = given.get("name") or _own_name(given.get("state_dir"), invited.get("name"))
@@ -174,6 +178,12 @@ class Settings(BaseSettings):
             unread |= {"coordinator": given.get("coordinator") or "http://127.0.0.1"}
             unread |= {"federation": given.get("federation") or "none"}
         return {**given, "name": name, "state_dir": folder, **role, **unread}
+
+    @field_validator("api_port", mode="before")
+    @classmethod
+    def _no_link(cls, value: object) -> object:
+        """Kubernetes sets a variable of this name beside a service ``promptfed-client-api``."""
+        return 0 if is_of_a_link(value) else value
 
     @field_validator("test")
     @classmethod
@@ -283,7 +293,12 @@ def make_settings(**given: Any) -> Settings:
     try:
         return Settings(**given)
     except ValidationError as error:
-        raise ClientError(Exit.USAGE, one_line(error)) from None
+        raise ClientError(Exit.USAGE, "; ".join([one_line(error), *unread()])) from None
+
+
+def unread() -> list[str]:
+    """A line for each variable that was probably meant to be a setting."""
+    return unread_variables({CLIENT: Settings.model_fields})
 
 
 def one_line(error: ValidationError) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.settings import Settings, unread
 from promptfed.shared.service.process import given_settings
 from promptfed.shared.service.reasons import collect_seldom, offence
 from promptfed.shared.service.streams import as_process
@@ -31,6 +31,8 @@ def start(given: dict[str, Any]) -> int:
         for item in error.errors(include_url=False, include_context=False, include_input=False):
             option = "".join(f"--{str(part).replace('_', '-')}: " for part in item["loc"])
             print(f"coordinator: {option}{offence(item)}", file=sys.stderr)
+        for line in unread():
+            print(f"coordinator: {line}", file=sys.stderr)
         return 2
     if settings.verify:
         from promptfed.coordinator.operations.verification import verify

@@ -28,7 +28,7 @@ from promptfed.coordinator.http.callers import ACCEPTED_AT_ONCE, QUEUE, LimitedC
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.operations.federations import BootstrapFailed, read_spec
 from promptfed.coordinator.problems import Refusal
-from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.settings import Settings, unread
 from promptfed.coordinator.store import opening
 from promptfed.coordinator.store.database import CannotOpen, DatabaseAway
 from promptfed.coordinator.store.opening import Store, open_store
@@ -102,6 +102,8 @@ def serve(settings: Settings) -> int:
     database did not answer in time.
     """
     telemetry.configure(settings.log_level, settings.log_format)
+    for line in unread():
+        log.warning("%s", line)
     raise_open_files()
     share_heaps()
     try:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from promptfed.shared.service.environment import COORDINATOR, is_of_a_link, unread_variables
 from promptfed.shared.service.net import is_loopback
 from promptfed.shared.service.reasons import why
 
@@ -36,7 +37,7 @@ class Settings(BaseSettings):
     """Where the coordinator keeps its data, where it listens, and how much it takes at once."""
 
     model_config = SettingsConfigDict(
-        env_prefix="PROMPTFED_COORDINATOR_", extra="forbid", hide_input_in_errors=True, env_ignore_empty=True
+        env_prefix=COORDINATOR, extra="forbid", hide_input_in_errors=True, env_ignore_empty=True
     )
 
     data_dir: Annotated[Path, Field(description="database, blobs, operator token")] = Path("coordinator-data")
@@ -118,6 +119,12 @@ class Settings(BaseSettings):
         Field(description="text, json, or auto: text at a terminal, json elsewhere"),
     ] = "auto"
 
+    @field_validator("port", mode="before")
+    @classmethod
+    def _no_link(cls, value: object) -> object:
+        """Kubernetes sets a variable of this name beside a service ``promptfed-coordinator``."""
+        return DEFAULT_PORT if is_of_a_link(value) else value
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -179,3 +186,8 @@ class Settings(BaseSettings):
                 "the database URL must be postgresql+psycopg://USER:PASSWORD@HOST/NAME; without one, SQLite is used"
             )
         return text or None
+
+
+def unread() -> list[str]:
+    """A line for each variable that was probably meant to be a setting."""
+    return unread_variables({COORDINATOR: Settings.model_fields})

@@ -16,8 +16,11 @@ import typer
 
 from promptfed.cli import commands
 from promptfed.cli.app import app, show_version
+from promptfed.client_service.settings import Settings as ClientSettings
+from promptfed.coordinator.settings import Settings as CoordinatorSettings
 from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, PROXY_VARIABLE
-from promptfed.sdk.output import MessageLines
+from promptfed.sdk.output import MessageLines, note
+from promptfed.shared.service.environment import CLIENT, COORDINATOR, unread_variables
 from promptfed.shared.service.streams import delivered, leave, standard_streams
 
 __all__ = ["app", "main"]
@@ -26,8 +29,12 @@ for module in walk_packages(commands.__path__, f"{commands.__name__}."):
     import_module(module.name)
 
 
+SERVICES = ("coordinator", "client", "join")  # they tell it in their logs
+
+
 @app.callback()
 def connection(
+    context: typer.Context,
     ca_file: Annotated[
         Path | None, typer.Option(help=f"PEM file of the coordinator's authority; default: ${CA_VARIABLE}")
     ] = None,
@@ -46,6 +53,9 @@ def connection(
     ] = False,
 ) -> None:
     """Adapt a frozen CLIP-like model together, without the images ever leaving their owners."""
+    settings = {COORDINATOR: CoordinatorSettings.model_fields, CLIENT: ClientSettings.model_fields}
+    for line in unread_variables(settings) if context.invoked_subcommand not in SERVICES else ():
+        note(line)
     # The environment, so that processes that the command starts know it too.
     if ca_file is not None:
         os.environ[CA_VARIABLE] = str(ca_file)

@@ -488,5 +488,8 @@ def test_several_addresses_are_one_setting(tmp_path: Path, monkeypatch: pytest.M
     assert make_settings(**given).state_dir.parts[-3] == "b.example", "where this client has its state already"
     with pytest.raises(ClientError, match=r"http://c\.example would carry the client's secret"):
         make_settings(**given, coordinator=f"{A},http://c.example")
+    for empty in ("name", "state_dir", "data"):
+        with pytest.raises(ClientError, match=f"--{empty.replace('_', '-')} is empty"):
+            make_settings(**{"coordinator": "http://127.0.0.1:1", "federation": "f", "data": "digits", empty: ""})
     with pytest.raises(ClientError, match="'c' is not an address"):
         make_settings(**given, coordinator=f"{A},c")
