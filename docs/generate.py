@@ -42,7 +42,7 @@ MEANINGS = {
     "training.threads": "torch threads of one task",
     "training.deterministic": "only deterministic algorithms, so that a GPU gives the same bits again",
     "participation.min_clients": "trainers that must have enrolled before `start`",
-    "participation.fraction": "share of the trainers that each round asks",
+    "participation.fraction": "share of the trainers that a round asks, rounded up: at least 1, or a sum's minimum",
     "participation.quorum": "share of the asked clients that must answer",
     "participation.deadline_seconds": "how long a phase waits for answers",
     "participation.on_missed_quorum": "what happens if the quorum is missed after one extension",

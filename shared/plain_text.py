@@ -43,6 +43,12 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def shortened(texts: Iterable[str], most: int = 5, between: str = ", ") -> str:
+    """The first ``most`` of ``texts``, and how many more there are."""
+    known = list(texts)
+    return between.join(known[:most]) + (f"{between}and {len(known) - most} more" if len(known) > most else "")
+
+
 def look_alikes(names: Iterable[str]) -> list[tuple[str, ...]]:
     """Groups of different ``names`` that people or text towers take for one.
 

@@ -12,7 +12,7 @@ from promptfed.coordinator.domain.round_machine import steps_of
 from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
 from promptfed.shared.messages import Domain, EnrolledProtection, Peer, Role, TaskKind
 from promptfed.shared.methods import method_for
-from promptfed.shared.methods.core.checks import update_limit
+from promptfed.shared.methods.core.checks import least_updates, update_limit
 from promptfed.shared.methods.core.interface import (
     ClientInfo,
     Hyperparameters,
@@ -21,7 +21,7 @@ from promptfed.shared.methods.core.interface import (
     Phase,
     ServerContext,
 )
-from promptfed.shared.plain_text import quoted
+from promptfed.shared.plain_text import quoted, shortened
 from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -293,16 +293,10 @@ def differing(named: Mapping[str, tuple[str, ...]]) -> str | None:
         return None
     common, all_names = frozenset[str].intersection(*trainers), frozenset[str]().union(*trainers)
     groups = sorted(trainers.items(), key=lambda group: (-len(group[1]), group[1]))
-    sides = [
-        f"{_some(names, 3)}: {_some(quoted(sorted(own - common), all_names), 8) or 'no more'}" for own, names in groups
-    ]
+    classes = [shortened(quoted(sorted(own - common), all_names), 8) for own, _ in groups]
+    sides = [f"{shortened(names, 3)}: {own or 'no more'}" for own, (_, names) in zip(classes, groups, strict=True)]
     beside = f" beside {len(common)} that all have" if common else ""
-    return f"the trainers' class names differ{beside} ({_some(sides, 4, ' | ')})"
-
-
-def _some(texts: Iterable[str], most: int, between: str = ", ") -> str:
-    known = list(texts)
-    return between.join(known[:most]) + (f"{between}and {len(known) - most} more" if len(known) > most else "")
+    return f"the trainers' class names differ{beside} ({shortened(sides, 4, ' | ')})"
 
 
 def text_bytes(names: Iterable[str]) -> int:
@@ -334,6 +328,7 @@ def rules_of(spec: FederationSpec, method: Method) -> Rules:
         secure=spec.secure_aggregation,
         fixed_divisor=spec.privacy.protects_clients,
         selects=spec.selection is not None,
+        least_answers=least_updates(spec.aggregation),
     )
 
 

@@ -52,9 +52,9 @@ def first_asked(rules: Rules, run: Run, eligible: Sequence[str]) -> tuple[Sequen
 
 def present(rules: Rules, run: Run, stage: Stage) -> int:
     """K minus the clients that were withdrawn and not replaced."""
-    least = rules.min_clients if run.step == 0 else 1
+    least = rules.sample_size(0) if run.step == 0 else 1
     if rules.poisson_key is not None:
-        least = 0  # min_clients gates the start alone
+        least = 0  # it may ask nobody
     spare = max(0, len(stage.asks) - stage.sample_size)
     gone = len(stage.having("withdrawn", "discarded"))
     return max(least, stage.sample_size - max(0, gone - spare))
@@ -63,7 +63,7 @@ def present(rules: Rules, run: Run, stage: Stage) -> int:
 def answers_needed(rules: Rules, run: Run, stage: Stage) -> int:
     """The number of answers that close the stage; 0 if Poisson sampling asks no client, or all were withdrawn."""
     there = present(rules, run, stage)
-    return 0 if there == 0 else max(1, ceil_fraction(rules.quorum, there))
+    return 0 if there == 0 else max(rules.least_answers, ceil_fraction(rules.quorum, there))
 
 
 def size_when_closed(rules: Rules, run: Run, stage: Stage) -> int:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from promptfed.shared.messages import FederationState, Role, TaskKind
-from promptfed.shared.spec.section import ceil_fraction
-from promptfed.shared.spec.sections import FINAL, SecureAggregationSpec
+from promptfed.shared.spec.sections import FINAL, SecureAggregationSpec, sample_size
 
 AskStatus = Literal["open", "answered", "failed", "withdrawn", "discarded", "expired", "cancelled"]
 DueJob = Literal["join", "aggregate"]
@@ -63,7 +62,8 @@ class Rules:
     ``draw``: what the order follows from in which clients are asked: a secret, or the spec's seed. ``poisson_key``:
     the secret of Poisson sampling, in hex, where that is how clients are sampled. ``fixed_divisor``: K stays what it
     was when a phase opened. ``budget_rounds``: rounds that a privacy budget allows, where it ends before the rounds do.
-    ``selects``: after the last round the best one's state is tested.
+    ``selects``: after the last round the best one's state is tested. ``least_answers``: that the aggregation's rule
+    can take, however many were withdrawn.
     """
 
     draw: int | str
@@ -81,6 +81,7 @@ class Rules:
     fixed_divisor: bool = False
     budget_rounds: int | None = None
     selects: bool = False
+    least_answers: int = 1
 
     @property
     def last_round(self) -> int:
@@ -98,8 +99,8 @@ class Rules:
         return EVALUATION if step == 0 and self.evaluates(round) else None
 
     def sample_size(self, eligible: int) -> int:
-        """K = max(min_clients, ⌈fraction·eligible⌉)."""
-        size = max(self.min_clients, ceil_fraction(self.fraction, eligible))
+        """K, of the fraction of those ``eligible``; ``min_clients`` gates the start alone."""
+        size = sample_size(self.fraction, eligible, self.secure)
         return size if self.secure is None else min(size, MOST_CLIENTS)
 
     def seconds(self, plan: PhasePlan | None) -> float:

@@ -19,6 +19,7 @@ from promptfed.shared.methods.core.checks import (
     check_rule,
     check_secure,
     check_selection,
+    check_training,
     with_noise,
 )
 from promptfed.shared.methods.core.interface import Method, MethodError, ServerContext
@@ -147,6 +148,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
     resolved = spec.model_copy(update={"method": named})
     checks: list[tuple[str, Callable[[], object]]] = [
         ("method", lambda: method.check(resolved)),
+        ("training", lambda: check_training(method, resolved)),
         ("aggregation", lambda: check_rule(method, resolved)),
         ("compression", lambda: check_compression(method, resolved)),
         ("secure_aggregation", lambda: check_secure(method, resolved)),

@@ -327,6 +327,7 @@ class FedLP(pf.Method):
     Hyper = FedLPHyper
     hyper: FedLPHyper
     defaults = pf.defaults(epochs=20)
+    ignores = pf.STEPS
     disclosures = (
         pf.AGGREGATE,
         pf.Disclosed("operator", "once: the sum of your images' features of each class; then the prototypes you train"),

@@ -360,12 +360,7 @@ class PerFedAvg(WeightMethod):
         optimizer="sgd", learning_rate=1e-3, momentum=0.0, weight_decay=0.0, batch_size=32, epochs=1
     )
 
-    def check(self, spec: pf.FederationSpec) -> None:
-        """The steps are plain ones."""
-        super().check(spec)
-        training = spec.training
-        if training.optimizer != "sgd" or training.momentum or training.weight_decay:
-            raise pf.MethodError("perfedavg takes plain steps: leave out optimizer, momentum and weight_decay")
+    ignores = ("optimizer", "momentum", "weight_decay")
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over pairs of batches; a last one without a partner is left out."""

@@ -35,6 +35,7 @@ class ZeroShot(pf.Method):
     several_labels = True
     Hyper = ZeroShotHyper
     defaults = pf.defaults(1)
+    ignores = (*pf.STEPS, "epochs", "augmentation", "views")
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """Empty: a template is no tensor."""

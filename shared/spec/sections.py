@@ -41,7 +41,7 @@ def best(means: Mapping[int, float]) -> int | None:
 
 
 class ParticipationSpec(Section):
-    """Who is asked, how many must answer, and how long they have."""
+    """Who is asked, how many must answer, and how long they have. ``min_clients`` are for the start alone."""
 
     min_clients: Annotated[int, Field(ge=1, le=100_000)] = 1
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -68,11 +68,6 @@ class ParticipationSpec(Section):
     def is_secret(self) -> bool:
         """Whether who takes part in which round is told to operators alone."""
         return self.sampling == "poisson"
-
-    @property
-    def least_answers(self) -> int:
-        """The fewest updates that a round's first phase can close with."""
-        return max(1, ceil_fraction(self.quorum, self.min_clients))
 
 
 Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"]
@@ -206,6 +201,11 @@ class SecureAggregationSpec(Section):
     threshold: Annotated[float, Field(gt=0.5, le=1)] = 0.6
     minimum: Annotated[int, Field(ge=3, le=1024)] = 3
     step_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
+
+
+def sample_size(fraction: float, eligible: int, secure: SecureAggregationSpec | None) -> int:
+    """K = ⌈fraction·eligible⌉: at least 1, or as many as a secure sum has at least."""
+    return max(1 if secure is None else secure.minimum, ceil_fraction(fraction, eligible))
 
 
 Key = TypeVar("Key", str, int)

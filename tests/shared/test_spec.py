@@ -53,6 +53,35 @@ def test_rules_other_than_the_mean_weigh_all_alike_unless_told_otherwise() -> No
     assert (aggregation(rule="trimmed_mean").tolerate, aggregation(rule="median").tolerate) == (0.2, None)
 
 
+CROPPED = {"augmentation": "crop_flip"}
+IDLE = [
+    ("promptfl", {"training": {"views": 3}}, {"training": CROPPED | {"views": 3}}),
+    ("fedvpt", {"training": CROPPED | {"views": 3}}, {"training": CROPPED}),
+    ("promptfl", {"training": {"optimizer": "adam", "momentum": 0.5}}, {"training": {"momentum": 0.5}}),
+    ("fedclip", {"training": {"momentum": 0.5}}, {"training": {"optimizer": "sgd", "momentum": 0.5}}),
+    *[("fedlp", {"training": {name: value}}, {"training": {"epochs": 3}}) for name, value in (
+        ("batch_size", 8), ("optimizer", "adam"), ("learning_rate", 0.1), ("momentum", 0.5), ("weight_decay", 0.1),
+        ("schedule", "cosine"),
+    )],
+    ("perfedavg", {"training": {"weight_decay": 0.1}}, {"training": {"weight_decay": 0.0}}),
+    *[("zero_shot", {"training": {name: value}}, {}) for name, value in (
+        ("epochs", 3), ("learning_rate", 0.1), ("augmentation", "crop_flip"),
+    )],
+    ("promptfl", {"privacy": SAMPLE | {"per_group": 3}}, {"privacy": SAMPLE | {"unit": "group", "per_group": 3}}),
+    ("promptfl", {"privacy": SAMPLE | {"evaluation_epsilon": 0.2}},
+     {"privacy": SAMPLE | {"evaluation": "noisy", "evaluation_epsilon": 0.2}}),
+    ("promptfl", {"privacy": SAMPLE | {"accept_noise": True}}, {"privacy": SAMPLE}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "idle", "used"), IDLE)
+def test_what_has_no_effect_with_the_others_is_refused(method: str, idle: dict[str, Any], used: dict[str, Any]) -> None:
+    base = {"name": "x", "method": {"name": method}, "class_names": ["a", "b"]}
+    with pytest.raises(SpecError, match=r"(has no effect here \(.*\)|is for .*): leave it out|; leave it out"):
+        resolve_spec(base | idle)
+    resolve_spec(resolve_spec(base | used).model_dump(mode="json"))
+
+
 KRUM = [
     (5, 1.0, 0.2, True),
     (4, 1.0, 0.2, False),

@@ -472,14 +472,18 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
     Raises:
         CommandError: there is no such method, or it cannot run so.
     """
-    from promptfed.shared.methods import resolve_spec
+    from promptfed.shared.methods import method_class, resolve_spec
 
     number = rounds or demo.rounds
+    try:
+        ignored = method_class(method).ignores
+    except SpecError as error:
+        raise CommandError(str(error), Exit.REFUSED) from None
     spec = {
         "name": f"demo-{method}".replace("_", "-"),
         "method": {"name": method},
         "rounds": number,
-        "training": demo.training(method),
+        "training": {key: value for key, value in demo.training(method).items() if key not in ignored},
         "template": demo.template,
         "participation": {"min_clients": len(demo.clients), "draw": "public"},
         "aggregation": {"max_weight_share": 1.0},

@@ -43,12 +43,17 @@ class BenchEntry:
     def spec(self, base: RawSpec, m: int | None = None) -> RawSpec:
         """``base`` with this method and the entry's changes; ``m`` prompt tokens for methods that have them.
 
+        Training settings of ``base``, which are every method's, are left out where the method does not use them.
+
         Raises:
             CommandError: the spec cannot be run. The text names the entry.
         """
-        method = dict(self.method)
-        if m is not None and "m" in method_class(method["name"]).Hyper.model_fields:
+        method, kind = dict(self.method), method_class(self.method["name"])
+        if m is not None and "m" in kind.Hyper.model_fields:
             method = {"name": method["name"], "m": m} | method
+        if "training" in base:
+            used = {name: value for name, value in base["training"].items() if name not in kind.ignores}
+            base = base | {"training": used}
         raw = merged(base, self.changes) | {"method": method}
         try:
             resolve_spec(raw)

@@ -16,8 +16,8 @@ from promptfed.shared.methods.core.interface import (
 from promptfed.shared.privacy import accounting
 from promptfed.shared.privacy.accounting import Drowned, PrivacyError, budget_rounds, client_event
 from promptfed.shared.spec.section import ceil_fraction
-from promptfed.shared.spec.sections import AggregationSpec, PrivacySpec
-from promptfed.shared.spec.spec import FederationSpec
+from promptfed.shared.spec.sections import AggregationSpec, PrivacySpec, sample_size
+from promptfed.shared.spec.spec import FederationSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import DTYPES, TensorSpec
 
@@ -70,9 +70,13 @@ def check_central(method: Method, spec: FederationSpec) -> None:
 
 
 def check_sampling(spec: FederationSpec) -> None:
-    """Raise MethodError for Poisson sampling without noise for whole clients, its only purpose."""
-    if spec.participation.sampling == "poisson" and not spec.privacy.protects_clients:
+    """Raise MethodError for Poisson sampling without noise for whole clients, its only purpose, or by another draw."""
+    if spec.participation.sampling != "poisson":
+        return
+    if not spec.privacy.protects_clients:
         raise MethodError("sampling poisson is for privacy.level client: leave it out")
+    if spec.participation.draw != "secret":
+        raise MethodError("sampling poisson is by a secret that is never shown: leave participation.draw out")
 
 
 def _rounds(method: Method, spec: FederationSpec | TrainingTerms) -> list[tuple[object, ...]]:
@@ -161,10 +165,9 @@ def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
 
 def expected_clients(spec: FederationSpec, clients: int) -> float:
     """K̄, the expected participants among ``clients`` trainers: q·N with Poisson sampling, else the sampled number."""
-    part = spec.participation
-    if part.sampling == "poisson":
-        return part.fraction * clients
-    return float(max(part.min_clients, ceil_fraction(part.fraction, clients)))
+    if spec.participation.sampling == "poisson":
+        return spec.participation.fraction * clients
+    return float(sample_size(spec.participation.fraction, clients, spec.secure_aggregation))
 
 
 def drowned(method: Method, spec: FederationSpec, context: ServerContext, clients: int) -> Drowned:
@@ -206,10 +209,39 @@ def check_compression(method: Method, spec: FederationSpec) -> None:
     check_one_mean(method, spec.rounds, "compress", "what is rounded at random needs a mean")
 
 
+def check_training(method: Method, spec: FederationSpec) -> None:
+    """Raise MethodError for a setting of the training that changes nothing with the others."""
+    given, of_method = spec.training, method.defaults.get("training", {})
+    idle = dict.fromkeys(method.ignores, f"{method.name} does not use it")
+    if given.optimizer != "sgd":
+        idle["momentum"] = f"the optimizer {given.optimizer} has none"
+    if given.augmentation == "none":
+        idle["views"] = "images are seen as they are: give augmentation crop_flip"
+    elif not method.needs.cached_features:
+        idle["views"] = f"{method.name} keeps no features, so each image is cropped anew"
+    for name, why in idle.items():
+        usual = of_method.get(name, TrainingSpec.model_fields[name].default)
+        if getattr(given, name) != usual:
+            raise MethodError(f"{name} has no effect here ({why}); leave it out")
+
+
+def check_idle_privacy(given: PrivacySpec) -> None:
+    """Raise MethodError for a setting of the privacy that changes nothing with the others."""
+    used = {
+        "per_group": (given.unit == "group", "unit: group"),
+        "evaluation_epsilon": (given.evaluation == "noisy", "evaluation: noisy"),
+        "accept_noise": (given.protects_clients, "level: client"),
+    }
+    for name, (is_used, with_what) in used.items():
+        if not is_used and getattr(given, name) != PrivacySpec.model_fields[name].default:
+            raise MethodError(f"{name} is for {with_what}: leave it out")
+
+
 def check_privacy(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError if ``method`` or this version cannot provide the protection in ``spec.privacy``."""
     given = spec.privacy
     check_sampling(spec)
+    check_idle_privacy(given)
     if given.evaluation == "noisy" and spec.task == "multi_label":
         raise MethodError(
             "noisy counts are of right answers, and with task: multi_label the figure is no count: take evaluation "
@@ -287,14 +319,14 @@ ROUNDING = 1e-9  # tolerance for a share times a number
 def check_rule(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError if the rule of ``spec.aggregation`` does not suit the method or the number of updates."""
     check_means(method, spec)
-    least = spec.participation.least_answers
-    try:
-        # With f = floor(tolerate * K), a condition that holds for the fewest updates holds for more.
-        check_krum(spec.aggregation, least)
-    except MethodError as error:
-        raise MethodError(
-            f"{error}, and a phase may close with {least}: raise participation.min_clients or quorum, or choose median"
-        ) from None
+    part, given, needed = spec.participation, spec.aggregation, least_updates(spec.aggregation)
+    # With f = floor(tolerate * K), a condition that holds for the fewest updates holds for more.
+    asked = sample_size(part.fraction, part.min_clients, spec.secure_aggregation)
+    least = max(1, ceil_fraction(part.quorum, asked))
+    if least < needed:
+        text = f"{given.rule} with tolerate {given.tolerate:g} needs at least {needed} updates, and a phase may close"
+        remedy = "raise participation.min_clients, fraction or quorum, or choose median"
+        raise MethodError(f"{text} with {least}: {remedy}")
 
 
 def check_means(method: Method, spec: FederationSpec) -> None:
@@ -317,17 +349,15 @@ def check_means(method: Method, spec: FederationSpec) -> None:
         )
 
 
-def check_krum(given: AggregationSpec, count: int) -> None:
-    """Raise MethodError if ``count`` updates are too few for Krum: K < 2f + 3 (Blanchard et al., 2017), or f = 0."""
+def least_updates(given: AggregationSpec) -> int:
+    """The fewest updates that the rule can take: Krum's K ≥ 2f + 3 with f > 0 (Blanchard et al., 2017), else 1."""
     if given.rule not in ("krum", "multi_krum"):
-        return
-    tolerate = given.tolerate
+        return 1
+    tolerate, least = given.tolerate, 3
     assert tolerate is not None
-    if count * (1 - 2 * tolerate) < 3 - ROUNDING or count * tolerate < 1 - ROUNDING:
-        least = 3
-        while least * (1 - 2 * tolerate) < 3 - ROUNDING or least * tolerate < 1 - ROUNDING:
-            least += 1
-        raise MethodError(f"{given.rule} with tolerate {tolerate:g} needs at least {least} updates")
+    while least * (1 - 2 * tolerate) < 3 - ROUNDING or least * tolerate < 1 - ROUNDING:
+        least += 1
+    return least
 
 
 MOST_CLIENTS = 1024

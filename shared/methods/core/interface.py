@@ -202,6 +202,10 @@ class Hyperparameters(BaseModel):
     label_space: LabelSpace = "federation"
 
 
+STEPS = ("batch_size", "optimizer", "learning_rate", "momentum", "weight_decay", "schedule")
+"""Fields of the spec's training that say how gradient steps over batches are taken."""
+
+
 def option(default: Any, description: str, **bounds: Any) -> Any:
     """A hyperparameter: its default, its documentation, and pydantic's bounds, such as ``ge`` and ``le``."""
     return Field(default=default, description=description, **bounds)
@@ -476,6 +480,9 @@ class Method(ABC):
     unprotected: ClassVar[str] = "its training has not been looked at for this"  # the reason why not, as a clause
     several_labels: ClassVar[bool] = False  # whether images may have several labels; not inherited
     change_per_number: ClassVar[float] = 10.0  # largest admitted root mean square of a change
+    ignores: ClassVar[
+        tuple[str, ...]
+    ] = ()  # fields of the spec's training that change nothing: other values are refused
 
     def __init__(self, hyper: Hyperparameters):
         self.hyper = hyper

@@ -156,7 +156,7 @@ def test_a_start_needs_the_least_number_of_trainers() -> None:
     ("fraction", "count", "expected"), [(0.7, 10, 7), (0.1, 30, 3), (1.0, 3, 3), (0.34, 3, 2), (0.01, 5, 1)]
 )
 def test_fractions_are_what_was_written(fraction: float, count: int, expected: int) -> None:
-    assert run_state.ceil_fraction(fraction, count) == expected
+    assert rules(fraction=fraction).sample_size(count) == expected
 
 
 def test_the_sample_is_the_first_k_in_the_order_of_hashes() -> None:
@@ -165,7 +165,12 @@ def test_the_sample_is_the_first_k_in_the_order_of_hashes() -> None:
     assert play.open == sorted(sampling_order(3, 1, sorted(names))[:3])
     play.all_answer().done().evaluated()
     assert play.open == sorted(sampling_order(3, 2, sorted(names))[:3])
-    assert len(training(rules(fraction=0.1, min_clients=4), *names).open) == 4
+    for least, fraction, asked in ((10, 0.1, 1), (4, 0.1, 1), (1, 0.11, 2), (10, 1.0, 10)):
+        assert len(training(rules(fraction=fraction, min_clients=least), *names).open) == asked, "it gates the start"
+    secure = SecureAggregationSpec(minimum=4)
+    assert [rules(fraction=0.3, min_clients=9, secure=secure).sample_size(of) for of in (9, 10, 14, 9000)] == [
+        *(4, 4, 5), run_state.MOST_CLIENTS,
+    ]  # fmt: skip
 
 
 def test_evaluation_every_and_after_the_last() -> None:
@@ -307,11 +312,13 @@ def test_a_discard_after_the_closing_changes_nothing() -> None:
     assert of(Closed, play.facts)[-1] == Closed(("a", "b"), 2)
 
 
-def test_withdrawals_do_not_go_below_the_least_number_of_clients() -> None:
-    play = training(rules(min_clients=2), "a", "b")
+@pytest.mark.parametrize("least", [1, 2])
+def test_withdrawals_do_not_go_below_what_the_rule_can_take(least: int) -> None:
+    play = training(rules(min_clients=2, least_answers=least), "a", "b")
     play.send(Answered("a", play.now))
     play.send(Withdraw("b", False, play.now))
-    assert (play.run.state, play.run.reason) == ("paused", run_state.QUORUM_MISSED)
+    ended = ("running", None) if least == 1 else ("paused", run_state.QUORUM_MISSED)
+    assert (play.run.state, play.run.reason) == ended
 
 
 def test_the_second_phase_asks_those_who_answered_the_first() -> None:

@@ -35,6 +35,7 @@ from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMetho
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.accounting import Event, epsilon_of, replace_one_epsilon
 from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec.sections import SecureAggregationSpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec
 from promptfed.shared.tensors import TensorError, Tensors, TensorSpec
 from promptfed.shared.tensors.torch_tensors import TorchDraws
@@ -156,7 +157,11 @@ CANNOT_BE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"name": "singleset_vpt", "projected": True}, {}, "take head: linear with it"),
     ({"name": "fedrep", "trainable": "none"}, {}, "shares the tower"),
     ({"name": "fedrod"}, {}, "list the federation's class_names"),
-    ({"name": "perfedavg"}, {"training": {"momentum": 0.9}}, "takes plain steps"),
+    (
+        {"name": "perfedavg"},
+        {"training": {"momentum": 0.9}},
+        r"momentum has no effect here \(perfedavg does not use it\)",
+    ),
     ({"name": "fedavg", "projected": True}, {}, "projected is for a linear head"),
     ({"name": "fedavg", "trainable": "none"}, {}, "leaves nothing to train"),
     ({"name": "fedavg"} | LINEAR, {}, "list the federation's class_names"),
@@ -597,7 +602,9 @@ def test_hopeless_noise_is_refused_with_its_numbers_unless_it_is_accepted() -> N
 
 def test_who_is_expected() -> None:
     fixed = resolve_spec(spec(participation={"min_clients": 3, "fraction": 0.5}))
-    assert [expected_clients(fixed, count) for count in (3, 11)] == [3.0, 6.0]
+    assert [expected_clients(fixed, count) for count in (3, 11)] == [2.0, 6.0]
+    summed = fixed.model_copy(update={"secure_aggregation": SecureAggregationSpec(minimum=4)})
+    assert [expected_clients(summed, count) for count in (4, 50)] == [4.0, 25.0]
     poisson = resolve_spec(spec(participation={"min_clients": 50, "fraction": 0.3, "sampling": "poisson"}))
     assert expected_clients(poisson, 55) == pytest.approx(16.5)
 
