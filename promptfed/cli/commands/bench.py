@@ -5,6 +5,7 @@ Tuning chooses by held-out training images.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +22,7 @@ from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import (
     console,
     expect_new,
+    expect_suffix,
     note,
     percent,
     print_json,
@@ -31,6 +33,7 @@ from promptfed.sdk.output import (
     whole_numbers,
     write_file,
 )
+from promptfed.shared.plain_text import counted, shortened
 
 if TYPE_CHECKING:
     from promptfed.experiments.bench.tuning import Chosen, Gain
@@ -87,6 +90,7 @@ def tune(
         _seeds(seeds),
         seconds,
     )
+    expect_suffix(out, ".yaml", "a run file")
     expect_new(out)
     for name in plan.methods:
         method_class(name)  # or there is no such method
@@ -104,27 +108,38 @@ def tune(
 
 
 def _show(chosen: Chosen, out: Path, figure: str) -> None:
-    template = [] if chosen.zero_shot is None else [["zero-shot", "", "", percent(chosen.zero_shot), ""]]
+    template = [] if chosen.zero_shot is None else [["zero-shot", "", "", "", percent(chosen.zero_shot), ""]]
     rows = [
         [
             row.candidate.method + (" (chosen)" if row.candidate == chosen.winner else ""),
             f"{row.candidate.rate:g}",
             str(row.rounds),
+            str(row.seeds),
             percent(row.accuracy),
             size(row.bytes),
         ]
         for row in chosen.tried[:MOST_ROWS]
     ]
-    columns = ["method", "rate", "rounds", figure.lower(), "bytes of a client"]
+    columns = ["method", "rate", "rounds", "seeds", figure.lower(), "bytes of a client"]
     console.print(table(f"{figure} on held-out training images", columns, [*template, *rows]))
     say(f"{_words(chosen)}.")
     for method, reason in chosen.refused.items():
         say(f"Left out: {method}: {reason}")
-    if chosen.untried:
-        say(f"{chosen.untried} candidates were not tried in every rung for lack of time: give more --seconds.")
+    for line in _untried(chosen):
+        say(line)
     if chosen.at_edge:
         say(f"{chosen.winner.rate:g} is the smallest or largest rate that was tried: a better one may lie beyond.")
     say(f"Wrote {out}: run it with `promptfed simulate {out}`.")
+
+
+def _untried(chosen: Chosen) -> list[str]:
+    """What there was no time for, in at most two lines."""
+    never = Counter(row.candidate.method for row in chosen.untried if not row.rounds)
+    begun = [f"{row.candidate} (after {counted(row.rounds, 'round')})" for row in chosen.untried if row.rounds]
+    rates = [f"{counted(count, 'rate')} of {method}" for method, count in never.items()]
+    lines = [("Not tried at all", rates), ("Not tried any further", begun)]
+    more = [f"{what} for lack of time: {shortened(names, MOST_ROWS)}" for what, names in lines if names]
+    return [f"{line}. Give more --seconds." for line in more]
 
 
 def _words(chosen: Chosen) -> str:
@@ -135,7 +150,8 @@ def _words(chosen: Chosen) -> str:
         if gain is not None
     ]
     own = "" if chosen.winner != chosen.default else ", which the run file names,"
-    return f"{chosen.winner}{own} wins with {percent(chosen.accuracy)}" + (f": {', '.join(gains)}" if gains else "")
+    measured = f"{percent(chosen.accuracy)} ({counted(chosen.rounds, 'round')}, {counted(chosen.seeds, 'seed')})"
+    return f"{chosen.winner}{own} wins with {measured}" + (f": {', '.join(gains)}" if gains else "")
 
 
 def _points(gain: Gain) -> str:

@@ -23,7 +23,7 @@ from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.data import DataError
 from promptfed.shared.data.registry import SharedSources
-from promptfed.shared.methods import method_for
+from promptfed.shared.methods import method_class, method_for
 from promptfed.shared.metrics import ZERO_SHOT
 from promptfed.shared.plain_text import counted
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, merged
@@ -117,9 +117,10 @@ class Trials:
         """
         given, own = self._run.spec, method == self.default.method["name"]
         training = dict(given.get("training") or {})
+        ignored = method_class(method).ignores
         if not own:
-            training = {key: value for key, value in training.items() if key not in OF_A_METHOD}
-        if rate is not None:
+            training = {key: value for key, value in training.items() if key not in (*OF_A_METHOD, *ignored)}
+        if rate is not None and "learning_rate" not in ignored:
             training["learning_rate"] = rate
         changes = {"method": given["method"] if own else {"name": method}, "training": training}
         once: dict[str, Any] = {"rounds": 1}  # the only number for a method that exchanges statistics once
@@ -314,40 +315,54 @@ class Gain:
 
 @dataclass(frozen=True)
 class Standing:
-    """A candidate in the last rung that it reached: its accuracy there, and what one client's part costs in all."""
+    """A candidate in the last rung that it reached: its accuracy there, and what one client's part costs in all.
+
+    ``seeds``: how many trials the accuracy is the mean of.
+    """
 
     candidate: Candidate
     rounds: int
+    seeds: int
     accuracy: float
     seconds: float
     bytes: float
 
 
 @dataclass(frozen=True)
+class Untried:
+    """A candidate that a rung wanted and for which there was no time. ``rounds``: of the rung it reached; 0: none."""
+
+    candidate: Candidate
+    rounds: int
+
+
+@dataclass(frozen=True)
 class Chosen:
     """The winner, what it gains over the default and over the template, and everything that was tried, best first.
 
+    ``accuracy`` is the mean of ``seeds`` trials after ``rounds``: of fewer than were asked for where time ran out.
     ``default_gain`` is None if the default wins. ``at_edge``: the rate is the smallest or largest that was tried.
-    ``refused`` has a reason for each method that did not take part; ``untried`` counts candidates for which there was
-    no time.
+    ``refused`` has a reason for each method that did not take part.
     """
 
     winner: Candidate
     default: Candidate
     accuracy: float
+    rounds: int
+    seeds: int
     zero_shot: float | None
     default_gain: Gain | None
     template_gain: Gain | None
     at_edge: bool
     tried: list[Standing]
     refused: dict[str, str]
-    untried: int
+    untried: list[Untried]
 
 
 def choose(
     runs: Runs, plan: Plan, progress: Progress = lambda text: None, clock: Callable[[], float] = time.monotonic
 ) -> Chosen:
-    """The candidate with the highest accuracy in the last rung.
+    """The candidate with the highest accuracy in the last rung, or in the one before where a rung was not finished.
 
     Raises:
         CommandError: the run file's own method cannot be simulated, or all candidates have the same accuracy.
@@ -359,26 +374,26 @@ def choose(
         raise CommandError("every candidate has the same accuracy: nothing was trained that shows", Exit.BAD_INPUT)
     fits = [candidate for candidate in scores if candidate.method not in race.refused] or [race.default]
     winner = max(fits, key=lambda candidate: (scores[candidate], candidate == race.default))
-    best = finals[winner]
+    best, beside = finals[winner], race.defaults[race.rung[winner]]
     templates = [trial.template for trial in best]
 
     def told(found: Gain | None) -> Gain | None:
         """One seed's images say nothing of other draws: its gain has no interval."""
-        return replace(found, low=None, high=None) if found is not None and len(plan.seeds) < 2 else found
+        return replace(found, low=None, high=None) if found is not None and len(best) < 2 else found
 
     return Chosen(
         winner=winner,
         default=race.default,
         accuracy=scores[winner],
+        rounds=best[0].rounds,
+        seeds=len(best),
         zero_shot=fmean(map(mean_of, templates)) if all(templates) else None,
-        default_gain=None
-        if winner == race.default
-        else told(gain(best, [trial.right for trial in finals[race.default]])),
+        default_gain=None if winner == race.default else told(gain(best, [trial.right for trial in beside])),
         template_gain=told(gain(best, templates)),
         at_edge=winner.method not in race.without_rate and winner.rate in _edges(race.reached, winner.method),
         tried=race.standings(),
         refused=race.refused,
-        untried=race.untried,
+        untried=race.left_behind(),
     )
 
 
@@ -443,37 +458,49 @@ def _between(best: float, rate: float, other: float) -> bool:
 
 
 class _Race:
-    """The trials of a choice. The first rung, with every candidate, has half of the time; the others share the rest."""
+    """The trials of a choice. The first rung, with every candidate, has half of the time; the others share the rest.
+
+    A candidate for which a rung has no time keeps its trials of the rung before.
+    """
 
     def __init__(self, runs: Runs, plan: Plan, progress: Progress, clock: Callable[[], float]):
         self._runs, self._plan, self._progress, self._clock = runs, plan, progress, clock
         self._began = clock()
         self.reached: Done = {}
+        self.rung: dict[Candidate, int] = {}  # that a candidate's trials are of
+        self.defaults: dict[int, list[Trial]] = {}  # the default's trials, by rung
         self._took: dict[str, float] = {}  # seconds of a round, by method
         spec = runs.default
         self.default, self._rounds = Candidate(spec.method["name"], spec.training.learning_rate), spec.rounds
         self.refused: dict[str, str] = {}
         self.without_rate: set[str] = set()
-        self.untried = 0
+        self._untried: dict[Candidate, int] = {}  # the rung for which there was no time
+        self._last = 0
 
     def halve(self) -> Done:
-        """The trials of the last rung."""
+        """The trials of the last rung; of those for which it had no time, their last ones."""
         candidates, done = self._candidates(), Done()
         steps = rungs(len(candidates), self._rounds, last=LAST)
+        self._last = len(steps) - 1
         for index, rung in enumerate(steps):
-            share, last = (1 + index / len(steps)) / 2, rung is steps[-1]
+            share, last = (1 + index / len(steps)) / 2, index == self._last
             if done:
                 candidates = survivors(_scores(done), rung.candidates, self.default, lambda tried: tried.method)
             if done and not last and self._spent() > share:
+                self._untried |= dict.fromkeys(candidates, index)
                 continue  # the time left is for the last rung
             others = [candidate for candidate in candidates if candidate != self.default]
             must = {self.default, *(others[:1] if last and done else ())}
             seeds = self._plan.seeds if last else self._plan.seeds[:1]
-            done = self._try_all(candidates, rung.rounds, seeds, share, must)
+            tried = self._try_all(candidates, index, rung.rounds, seeds, share, must)
+            done = {each: done[each] for each in candidates if each in done and not self._is_out(each)} | tried
         return done
 
     def refine(self, finals: Done) -> Done:
-        """``finals`` with rates half a decade below and above the best one, until these are worse or time ends."""
+        """``finals`` with rates half a decade below and above the best one, until these are worse or time ends.
+
+        The best one itself first, where the last rung had no time for it.
+        """
         while self._plan.rates is None:
             best = ranked(_scores(finals))[0]
             tried = _rates(finals, best.method)
@@ -481,11 +508,24 @@ class _Race:
                 rate for rate in grid(best.rate, 1, 2) if not any(_between(best.rate, rate, one) for one in tried)
             ]
             candidates = [Candidate(best.method, rate) for rate in wanted if rate not in tried and rate <= MOST_RATE]
-            more = self._try_all(candidates, self._rounds, self._plan.seeds, 1)
+            if best.method in self.without_rate:
+                candidates = []
+            if self.rung[best] < self._last:
+                candidates = [best]
+            more = self._try_all(candidates, self._last, self._rounds, self._plan.seeds, 1)
             if not more:
                 break
             finals = finals | more
         return finals
+
+    def left_behind(self) -> list[Untried]:
+        """Those for which there was no time in a rung, those that came furthest first."""
+        rows = [
+            Untried(candidate, self.reached[candidate][0].rounds if candidate in self.reached else 0)
+            for candidate, rung in self._untried.items()
+            if self.rung.get(candidate, -1) < rung and not self._is_out(candidate)
+        ]
+        return sorted(rows, key=lambda row: -row.rounds)
 
     def standings(self) -> list[Standing]:
         """All candidates, those that came furthest first, and the most accurate of these."""
@@ -494,6 +534,7 @@ class _Race:
             Standing(
                 candidate,
                 trials[0].rounds,
+                len(trials),
                 scores[candidate],
                 sum(trial.seconds for trial in trials),
                 trials[0].bytes_round * self._runs.spec(candidate.method).rounds,
@@ -511,6 +552,10 @@ class _Race:
             except CommandError as error:
                 self.refused[method] = str(error)
                 continue
+            if "learning_rate" in method_class(method).ignores:
+                self.without_rate.add(method)
+                first.append(Candidate(method, own))
+                continue
             rates = self._plan.rates or grid(own)
             first += [Candidate(method, own)] if self._plan.rates is None else []
             others += [Candidate(method, rate) for rate in rates]
@@ -523,6 +568,7 @@ class _Race:
     def _try_all(
         self,
         candidates: Sequence[Candidate],
+        rung: int,
         rounds: int,
         seeds: Sequence[int],
         share: float,
@@ -535,12 +581,15 @@ class _Race:
                 continue
             expected = self._took.get(candidate.method, 0.0) * rounds * len(seeds)
             if candidate not in must and self._spent(expected) > share:
-                self.untried += 1
+                self._untried[candidate] = rung
                 continue
             self._progress(f"{place + 1} of {len(candidates)} for {counted(rounds, 'round')}: {candidate}")
             trials = self._try(candidate, rounds, seeds)
             if trials:
                 done[candidate] = self.reached[candidate] = trials
+                self.rung[candidate] = rung
+                if candidate == self.default:
+                    self.defaults[rung] = trials
         return done
 
     def _try(self, candidate: Candidate, rounds: int, seeds: Sequence[int]) -> list[Trial]:
@@ -566,4 +615,5 @@ class _Race:
     def _is_out(self, candidate: Candidate) -> bool:
         if candidate == self.default or candidate in self.reached:
             return candidate.method in self.refused and candidate != self.default
-        return candidate.method in self.refused or candidate.method in self.without_rate
+        known = any(other.method == candidate.method for other in self.reached)
+        return candidate.method in self.refused or (candidate.method in self.without_rate and known)

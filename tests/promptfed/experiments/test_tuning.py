@@ -81,14 +81,14 @@ def test_no_test_image_decides() -> None:
 
 
 def test_a_template_near_chance_is_remarked() -> None:
-    [said] = near_chance(0.034, 60, "promptfed-tiny")
+    [said] = near_chance(0.034, [60], "promptfed-tiny")
     assert "right in 3.4 %, guessing among 60 classes in 1.7 %" in said
-    assert near_chance(0.034, 10, "x") != []
-    assert near_chance(0.3, 60, "x") == []
-    assert near_chance(0.48, 4, "x") == []  # nearly twice as good as guessing
-    assert near_chance(0.26, 4, "x") != []
-    assert near_chance(0.9, 2, "x") == []
-    assert near_chance(0.01, None, "x") == []
+    assert near_chance(0.034, [10], "x") != []
+    assert near_chance(0.3, [60], "x") == []
+    assert near_chance(0.48, [4], "x") == []  # nearly twice as good as guessing
+    assert near_chance(0.26, [4], "x") != []
+    assert near_chance(0.9, [2], "x") == []
+    assert near_chance(0.01, [], "x") == []
 
 
 @pytest.mark.parametrize(("gain", "losses", "says"), [
