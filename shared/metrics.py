@@ -299,6 +299,8 @@ class Pooled(BaseModel):
 def pool(values: ArrayLike, variances: ArrayLike) -> Pooled:
     """The random-effects mean of ``values (k,)`` with ``variances (k,)``. At least three sites give a prediction.
 
+    The factor of Hartung and Knapp is at least 1: sites that agree by chance say no more than their own images do.
+
     Raises:
         ValueError: there are fewer than two sites, a variance is not positive, or a number is not finite.
     """
@@ -313,11 +315,12 @@ def pool(values: ArrayLike, variances: ArrayLike) -> Pooled:
     tau2 = max(0.0, (q - (k - 1)) / float(fixed.sum() - (fixed**2).sum() / fixed.sum()))
     weights = 1 / (v + tau2)
     mean = float((weights * y).sum() / weights.sum())
-    se = math.sqrt(float((weights * (y - mean) ** 2).sum()) / ((k - 1) * float(weights.sum())))
+    factor = max(1.0, float((weights * (y - mean) ** 2).sum()) / (k - 1))
+    se = math.sqrt(factor / float(weights.sum()))
     half = float(stats.t.ppf(0.975, k - 1)) * se
     prediction = None
     if k > 2:
-        reach = float(stats.t.ppf(0.975, k - 2)) * math.sqrt(tau2 + 1 / float(weights.sum()))
+        reach = float(stats.t.ppf(0.975, k - 2)) * math.sqrt(tau2 + se * se)
         prediction = (mean - reach, mean + reach)
     i2 = max(0.0, 1 - (k - 1) / q) if q > 0 else 0.0
     return Pooled(sites=k, mean=mean, low=mean - half, high=mean + half, tau2=tau2, i2=i2, prediction=prediction)

@@ -168,7 +168,7 @@ def remarks_of(session: Session, federation: Federation) -> list[str]:
     if spec.class_names is not None and spec.method.get("label_space") != "client":
         counts = [len(spec.class_names)]
     reports = [round_report(session, federation, round) for round in sorted(wanted)]
-    return remarks(spec, reports, fmean(counts) if counts else None)
+    return remarks(spec, reports, counts)
 
 
 def _stage_report(stage: PhaseRow, tasks: list[Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from statistics import fmean
 from textwrap import fill
 from typing import Any
 
@@ -182,6 +181,12 @@ def expect_new(path: Path | None, option: str = "--out") -> None:
         raise CommandError(f"{path.parent} is no folder: make it, or give {option} another place", Exit.BAD_INPUT)
 
 
+def expect_suffix(path: Path | None, suffix: str, what: str) -> None:
+    """Raise CommandError if --out names a file of another kind than ``what``, which ends in ``suffix``."""
+    if path is not None and path.suffix.lower() not in ("", suffix):
+        raise CommandError(f"--out {path}: {what} is written there: give a name that ends in {suffix}", Exit.BAD_INPUT)
+
+
 def write_private(path: Path, text: str) -> None:
     """Write a secret so that only its owner can read it."""
     try:
@@ -232,10 +237,9 @@ def remarks(result: FederationResult) -> list[str]:
     return shared.remarks(result.federation.spec, result.round_reports, _classes(result))
 
 
-def _classes(result: FederationResult) -> float | None:
-    """The mean number of classes of a trainer."""
+def _classes(result: FederationResult) -> list[int]:
+    """How many classes each trainer chooses among."""
     spec = result.federation.spec
     if spec.class_names is not None and spec.method.get("label_space") != "client":
-        return float(len(spec.class_names))
-    counts = [client.num_classes for client in result.clients if client.role == "trainer"]
-    return fmean(counts) if counts else None
+        return [len(spec.class_names)]
+    return [client.num_classes for client in result.clients if client.role == "trainer"]

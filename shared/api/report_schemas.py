@@ -221,7 +221,7 @@ MOVED = 0.005  # change of accuracy that counts as none
 LEARNED = 0.02  # share of the first round's loss by which it must fall if anything was learned
 WORSE = 0.02  # accuracy below that of the template
 ROOM = 0.1  # above the template's accuracy, below which a small gain says nothing
-LITTLE = 0.02  # gain over the template, where there is room, below which sites learn little
+LITTLE = 0.1  # gain over the template, where there is room, that is out of reach of sites that learn little
 REACHED = 0.25  # share of the range from chance to 100 % at which a backbone does know the pictures, once trained
 RISEN = 0.01  # rise of the accuracy in the last quarter of the rounds, or more, that promises a further one
 FEWEST = 3  # images of a site that are wrong now and were right by the template, net, before the site is named
@@ -230,89 +230,122 @@ TUNE = "`promptfed tune RUN.yaml --methods auto` compares methods and rates on h
 
 @dataclass(frozen=True)
 class Reached:
-    """A trainer's accuracy on its own test images after a round, and the template's (fractions)."""
+    """A trainer's accuracy on its own test images after a round, and the template's (fractions).
+
+    ``noise``: the standard deviation of what was added to either of them, for privacy.
+    """
 
     accuracy: float
     zero_shot: float | None
     images: int
+    noise: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        """Over the template; 0 where that is unknown."""
+        return self.accuracy - self.zero_shot if self.zero_shot is not None else 0.0
 
 
 Curve = Mapping[int, Mapping[str, Reached]]
 """What the trainers reached, by evaluated round and by name."""
 
 
-def remarks(spec: FederationSpec, reports: Iterable[RoundReport], classes: float | None) -> list[str]:
-    """All remarks on a federation; ``classes`` is the mean number of classes of a trainer, if it is known."""
+def remarks(spec: FederationSpec, reports: Iterable[RoundReport], classes: Sequence[int]) -> list[str]:
+    """All remarks on a federation; ``classes``: the numbers of classes that trainers choose among, where known."""
     reports = list(reports)
     losses = [report.phases[0].metrics["loss"] for report in reports if _has_loss(report)]
     return remarks_on(spec, _curve(reports), losses, classes)
 
 
-def remarks_on(spec: FederationSpec, curve: Curve, losses: Sequence[float], classes: float | None) -> list[str]:
+def remarks_on(spec: FederationSpec, curve: Curve, losses: Sequence[float], classes: Sequence[int]) -> list[str]:
     """The same of accuracies by round, with the losses by round (empty: unknown)."""
     last = max((round for round, reached in curve.items() if reached), default=0)
     judged = {name: row for name, row in curve.get(last, {}).items() if row.zero_shot is not None}
     if not judged:
         return []
     zero_shot = fmean(row.zero_shot or 0.0 for row in judged.values())
-    gain = fmean(row.accuracy for row in judged.values()) - zero_shot
-    said = near_chance(zero_shot, classes, spec.backbone.model, zero_shot + gain)
+    gains = [row.gain for row in judged.values()]
+    gain, one_label = fmean(gains), spec.task == "single_label"  # a mean average precision has no such chance
+    said = near_chance(zero_shot, classes, spec.backbone.model, zero_shot + gain) if one_label else []
     if last == 0:
         return said
-    noise = noise_of(zero_shot, sum(row.images for row in judged.values()))
+    noise = noise_of(zero_shot, judged.values())
     if 1 - zero_shot < ROOM:
         losses = []
-    said += movement(gain, losses, spec.training.learning_rate, last, noise) or little(gain, zero_shot, noise)
+    rate = _rate(spec)
+    moved = movement(gain, losses, rate, last, noise, fmean(map(abs, gains)))
+    said += moved or (little(gain, zero_shot, noise, sum(row.images for row in judged.values())) if one_label else [])
     means = {round: fmean(row.accuracy for row in reached.values()) for round, reached in curve.items() if reached}
-    return said + falling(judged, spec.training.learning_rate) + (rising(means, noise) if last == spec.rounds else [])
+    return said + falling(judged, rate) + (rising(means, noise) if last == spec.rounds else [])
 
 
-def noise_of(accuracy: float, images: int) -> float:
-    """What a change of an ``accuracy`` on ``images`` must exceed to be no chance: 1.96 standard errors, as of pairs."""
-    return 1.96 * math.sqrt(accuracy * (1 - accuracy) / images) if images else 1.0
+def _rate(spec: FederationSpec) -> float | None:
+    """The learning rate; None where the method does not use it."""
+    from promptfed.shared.methods import METHODS
+
+    kind = METHODS.get(spec.method["name"])
+    return None if kind is not None and "learning_rate" in kind.ignores else spec.training.learning_rate
 
 
-def near_chance(zero_shot: float, classes: float | None, backbone: str, reached: float = 0.0) -> list[str]:
-    """A remark if the template is hardly more accurate than chance among ``classes``.
+def noise_of(accuracy: float, sites: Iterable[Reached]) -> float:
+    """What a change of the mean ``accuracy`` of ``sites`` must exceed to be no chance: 1.96 standard errors of pairs.
+
+    Two images of either kind more keep it above 0 where all or none are right (Agresti and Coull).
+    """
+    known = [site for site in sites if site.images]
+    if not known:
+        return 1.0
+    images = sum(site.images for site in known)
+    share = (accuracy * images + 2) / (images + 4)
+    variances = [share * (1 - share) / site.images + 2 * site.noise**2 for site in known]
+    return 1.96 * math.sqrt(sum(variances)) / len(known)
+
+
+def near_chance(zero_shot: float, classes: Sequence[int], backbone: str, reached: float = 0.0) -> list[str]:
+    """A remark if the template is hardly more accurate than chance among the ``classes`` of each site.
 
     Not where training ``reached`` an accuracy that shows that the backbone does tell the pictures apart.
     """
-    if not classes or classes < 2:
+    if not classes or min(classes) < 2:
         return []
-    chance = 1 / classes
+    chance = fmean(1 / count for count in classes)
     if (zero_shot - chance) / (1 - chance) >= NEAR_CHANCE or (reached - chance) / (1 - chance) >= REACHED:
         return []
-    measured = (
-        f"Zero-shot is right in {100 * zero_shot:.1f} %, guessing among {classes:.0f} classes in {100 * chance:.1f} %"
-    )
+    among = f"{min(classes)}" + (f" to {max(classes)}" if max(classes) > min(classes) else "")
+    measured = f"Zero-shot is right in {100 * zero_shot:.1f} %, guessing among {among} classes in {100 * chance:.1f} %"
     why = f"{backbone} hardly knows these pictures, or these names"
     return [f"{measured}: {why}. Try class names in plain English words, a template that fits, or another backbone."]
 
 
-def little(gain: float, zero_shot: float, noise: float) -> list[str]:
-    """A remark if sites gain little where there is room, or no more than ``noise`` explains."""
-    if gain < 0 or gain >= max(LITTLE, noise) or 1 - zero_shot < ROOM:
+def little(gain: float, zero_shot: float, noise: float, images: int) -> list[str]:
+    """A remark if sites gain little where there is room: for certain, or as far as so few ``images`` can tell."""
+    if gain < 0 or 1 - zero_shot < ROOM or gain >= max(noise, MOVED):
         return []
-    return [
-        f"Sites learn little: {100 * gain:+.1f} points over zero-shot, where {100 * noise:.1f} can be chance; {TUNE}."
-    ]
+    told = f"{100 * gain:+.1f} points over zero-shot"
+    if gain + noise < LITTLE:
+        return [f"Sites learn little: {told}, at most {100 * (gain + noise):+.1f}; {TUNE}."]
+    few = f"{told} on {counted(images, 'test image')}, where {100 * noise:.1f} can be chance"
+    return [f"Too few test images to tell what sites learn: {few}. Test on more, or with several seeds."]
 
 
-def movement(gain: float, losses: Sequence[float], rate: float, rounds: int, noise: float = 0.0) -> list[str]:
+def movement(
+    gain: float, losses: Sequence[float], rate: float | None, rounds: int, noise: float = 0.0, moved: float = 0.0
+) -> list[str]:
     """A remark if training reduced the accuracy, by more than ``noise``, or changed nothing.
 
-    ``losses`` are by round (empty: unknown).
+    ``losses`` are by round (empty: unknown). ``rate``: None where there is none to change. ``moved``: how far the
+    sites' accuracies are from the template's, in the mean.
     """
     if gain < -max(WORSE, noise):
-        return [
-            f"Below zero-shot by {-100 * gain:.1f} points: try a lower training.learning_rate than {rate:g}; {TUNE}."
-        ]
+        lower = "" if rate is None else f"try a lower training.learning_rate than {rate:g}; "
+        return [f"Below zero-shot by {-100 * gain:.1f} points: {lower}{TUNE}."]
     if not losses:
         return []
     learned = 1 - losses[-1] / losses[0] if losses[0] > 0 else 0.0
-    if abs(gain) < MOVED and learned < LEARNED:
+    if max(abs(gain), moved) < MOVED and abs(learned) < LEARNED:
         fell = f"{counted(rounds, 'round')} (loss from {losses[0]:.3f} to {losses[-1]:.3f})"
-        return [f"Nothing moved in {fell}: try a higher training.learning_rate than {rate:g}, or more rounds; {TUNE}."]
+        higher = "" if rate is None else f"a higher training.learning_rate than {rate:g}, or "
+        return [f"Nothing moved in {fell}: try {higher}more rounds; {TUNE}."]
     return []
 
 
@@ -334,16 +367,23 @@ def rising(means: Mapping[int, float], noise: float = 0.0) -> list[str]:
     ]
 
 
-def falling(clients: Mapping[str, Reached], rate: float) -> list[str]:
-    """A remark if some sites are clearly less accurate than the template, while most are not."""
-    losses = {name: (row.zero_shot or 0.0) - row.accuracy for name, row in clients.items()}
-    fell = [name for name, loss in losses.items() if loss > WORSE and loss * clients[name].images >= FEWEST - 0.5]
-    if not fell or 2 * len(fell) >= len(clients):
+def falling(clients: Mapping[str, Reached], rate: float | None) -> list[str]:
+    """A remark if a site is clearly less accurate than the template, while most are more accurate."""
+    gains = {name: row.gain for name, row in clients.items()}
+    fell = [name for name, gain in gains.items() if gain < 0]
+    clear = [name for name in fell if -gains[name] > WORSE and _is_clear(clients[name])]
+    if not clear or 2 * sum(gain > 0 for gain in gains.values()) <= len(clients):
         return []
-    worst = max(fell, key=losses.__getitem__)
+    worst = min(clear, key=gains.__getitem__)
     who = "One site falls" if len(fell) == 1 else f"{len(fell)} sites fall"
-    text = f"{who}: {worst} is {100 * losses[worst]:.1f} points below zero-shot, while most sites gain"
-    return [f"{text}. Try a method with a part of each site's own, such as fedpgp, or a lower rate than {rate:g}."]
+    text = f"{who}: {worst} is {-100 * gains[worst]:.1f} points below zero-shot, while most sites gain"
+    lower = "" if rate is None else f", or a lower rate than {rate:g}"
+    return [f"{text}. Try a method with a part of each site's own, such as fedpgp{lower}."]
+
+
+def _is_clear(row: Reached) -> bool:
+    """Whether a fall is one of some images, and beyond what was added for privacy."""
+    return -row.gain * row.images >= FEWEST - 0.5 and -row.gain > 1.96 * math.sqrt(2) * row.noise
 
 
 def _curve(reports: Iterable[RoundReport]) -> Curve:
@@ -353,6 +393,7 @@ def _curve(reports: Iterable[RoundReport]) -> Curve:
                 client.splits["test"].accuracy,
                 client.zero_shot["test"].accuracy if "test" in client.zero_shot else None,
                 client.splits["test"].num_samples,
+                0.0 if client.privacy is None else count_noise(client.privacy.count_epsilon, client.splits["test"]),
             )
             for name, client in report.evaluation.clients.items()
             if client.role == "trainer" and "test" in client.splits
@@ -360,6 +401,12 @@ def _curve(reports: Iterable[RoundReport]) -> Curve:
         for report in reports
         if report.evaluation is not None
     }
+
+
+def count_noise(epsilon: float, tested: SplitResult) -> float:
+    """The standard deviation of an accuracy whose number of right answers has discrete Laplace noise."""
+    ratio = math.exp(-epsilon)
+    return math.sqrt(2 * ratio) / (1 - ratio) / max(1, tested.num_samples)
 
 
 def _has_loss(report: RoundReport) -> bool:

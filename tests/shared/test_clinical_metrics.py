@@ -104,7 +104,10 @@ def test_images_of_one_patient_are_drawn_together() -> None:
 @pytest.mark.parametrize("spread", [0.05, 0.6])
 @pytest.mark.parametrize("seed", range(4))
 def test_pooled_means_equal_statsmodels(seed: int, spread: float) -> None:
-    """Where τ² would be negative it is 0, and the mean is that of fixed effects; statsmodels goes on with it."""
+    """Where τ² would be negative it is 0, and the mean is that of fixed effects; statsmodels goes on with it.
+
+    Our interval is at least as wide as that of fixed effects, and statsmodels' may vanish.
+    """
     draws = np.random.default_rng(seed)
     k = int(draws.integers(3, 12))
     variances = draws.uniform(0.01, 0.2, k)
@@ -113,12 +116,26 @@ def test_pooled_means_equal_statsmodels(seed: int, spread: float) -> None:
     varies = wanted.tau2 > 0
     assert found.mean == pytest.approx(wanted.mean_effect_re if varies else wanted.mean_effect_fe, abs=1e-6)
     assert found.tau2 == pytest.approx(wanted.tau2 if varies else 0.0, abs=1e-6)
-    half = stats.t.ppf(0.975, k - 1) * (wanted.sd_eff_w_re_hksj if varies else wanted.sd_eff_w_fe_hksj)
-    assert (found.low, found.high) == pytest.approx((found.mean - half, found.mean + half), abs=1e-6)
-    assert found.i2 == pytest.approx(wanted.i2 if varies else 0.0, abs=1e-6)
     weights = [1 / (variance + found.tau2) for variance in variances]
-    reach = stats.t.ppf(0.975, k - 2) * math.sqrt(found.tau2 + 1 / sum(weights))
+    se = max(wanted.sd_eff_w_re_hksj if varies else wanted.sd_eff_w_fe_hksj, sum(weights) ** -0.5)
+    half = stats.t.ppf(0.975, k - 1) * se
+    assert (found.low, found.high) == pytest.approx((found.mean - half, found.mean + half), abs=1e-6)
+    assert found.high - found.low >= 2 * 1.96 * wanted.sd_eff_w_fe
+    assert found.i2 == pytest.approx(wanted.i2 if varies else 0.0, abs=1e-6)
+    reach = stats.t.ppf(0.975, k - 2) * math.sqrt(found.tau2 + se**2)
     assert found.prediction == pytest.approx((found.mean - reach, found.mean + reach), abs=1e-9)
+
+
+@pytest.mark.parametrize("sites", [2, 3, 12])
+def test_sites_that_agree_are_no_more_certain_than_their_images(sites: int) -> None:
+    """2 × 30 images with one error each were 96.7 [96.7, 96.7]."""
+    one = metrics.proportion(29, 30)
+    assert one is not None
+    pooled = metrics.pool_estimates([one] * sites)
+    assert pooled is not None
+    width = math.log(pooled.high / (1 - pooled.high)) - math.log(pooled.low / (1 - pooled.low))
+    assert width >= 2 * 1.96 * (one.se or 0) / math.sqrt(sites) - 1e-9
+    assert pooled.prediction is None or (pooled.prediction[0] <= pooled.low <= pooled.high <= pooled.prediction[1])
 
 
 def test_shares_are_pooled_as_logits() -> None:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from promptfed.coordinator.reports.rounds import _cell
-from promptfed.shared.api.report_schemas import Reached, falling, little, near_chance, noise_of, remarks_on, rising
+from promptfed.shared.api.report_schemas import (
+    Reached,
+    count_noise,
+    falling,
+    little,
+    movement,
+    near_chance,
+    noise_of,
+    remarks_on,
+    rising,
+)
+from promptfed.shared.messages import SplitResult
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.plain_text import csv_cell, markdown, plain
 
@@ -34,21 +45,24 @@ def test_what_still_rises_is_remarked(means: dict[int, float], since: str | None
 
 def test_nothing_is_said_of_small_gains_where_there_is_no_room() -> None:
     curve = {8: sites(0.95, zero_shot=0.95)}
-    assert remarks_on(SPEC, curve, [0.1, 0.1], 4) == []
-    [said] = remarks_on(SPEC, {8: sites(0.85, zero_shot=0.85)}, [0.1, 0.1], 4)
+    assert remarks_on(SPEC, curve, [0.1, 0.1], [4]) == []
+    [said] = remarks_on(SPEC, {8: sites(0.85, zero_shot=0.85)}, [0.1, 0.1], [4])
     assert said.startswith("Nothing moved")
 
 
 def test_a_federation_that_goes_on_is_not_said_to_rise() -> None:
     curve = {0: sites(0.5), 2: sites(0.6), 4: sites(0.7)}
-    assert remarks_on(SPEC, curve, [2.0, 1.0], 4) == []
-    [said] = remarks_on(SPEC, curve | {8: sites(0.8)}, [2.0, 1.0], 4)
+    assert remarks_on(SPEC, curve, [2.0, 1.0], [4]) == []
+    [said] = remarks_on(SPEC, curve | {8: sites(0.8)}, [2.0, 1.0], [4])
     assert said.startswith("Still rising")
 
 
 FALLING = [
     (sites(0.4, 0.6, 0.7), "One site falls: site-0 is 10.0 points below zero-shot"),
     (sites(0.4, 0.3, 0.6, 0.7, 0.8), "2 sites fall: site-1 is 20.0 points below zero-shot"),
+    (sites(0.4, 0.49, 0.6), None),  # two of three fall, one of them by a point
+    (sites(0.4, 0.49, 0.6, 0.7, 0.8), "2 sites fall: site-0 is 10.0 points below zero-shot, while most sites gain"),
+    (sites(0.4, 0.5, 0.5, 0.6), None),  # a quarter gains
     (sites(0.49, 0.6, 0.7), None),  # by one point
     (sites(0.4, 0.6, 0.7, images=20), None),  # by two images
     (sites(0.4, 0.4, 0.7), None),  # most fall: not a matter of one site
@@ -65,40 +79,95 @@ def test_a_site_that_falls_is_named_with_what_to_try(reached: dict[str, Reached]
 
 
 def test_all_remarks_are_of_the_last_evaluation() -> None:
-    assert remarks_on(SPEC, {}, [], 4) == []
-    assert remarks_on(SPEC, {0: sites(0.5, zero_shot=None)}, [], 4) == []
-    [chance] = remarks_on(SPEC, {0: sites(0.26, zero_shot=0.26)}, [], 4)
+    assert remarks_on(SPEC, {}, [], [4]) == []
+    assert remarks_on(SPEC, {0: sites(0.5, zero_shot=None)}, [], [4]) == []
+    [chance] = remarks_on(SPEC, {0: sites(0.26, zero_shot=0.26)}, [], [4])
     assert "guessing among 4 classes" in chance
-    [below] = remarks_on(SPEC, {0: sites(0.5), 4: sites(0.6), 8: sites(0.4)}, [], 4)
+    [below] = remarks_on(SPEC, {0: sites(0.5), 4: sites(0.6), 8: sites(0.4)}, [], [4])
     assert below.startswith("Below zero-shot by 10.0 points: try a lower training.learning_rate than 0.05")
-    [still] = remarks_on(SPEC, {0: sites(0.5), 8: sites(0.501)}, [2.0, 1.99], 4)
+    [still] = remarks_on(SPEC, {0: sites(0.5), 8: sites(0.501)}, [2.0, 1.99], [4])
     assert still.startswith("Nothing moved in 8 rounds")
-    assert remarks_on(SPEC, {0: sites(0.5), 4: sites(0.7), 8: sites(0.7)}, [2.0, 1.0], 4) == []
+    assert remarks_on(SPEC, {0: sites(0.5), 4: sites(0.7), 8: sites(0.7)}, [2.0, 1.0], [4]) == []
 
 
 def test_nothing_is_said_that_noise_explains() -> None:
-    assert noise_of(0.5, 100) == pytest.approx(0.098)
+    assert noise_of(0.5, sites(0.5).values()) == pytest.approx(0.098)
+    few_and_many = {"few": Reached(0.5, 0.5, 4), "many": Reached(0.5, 0.5, 1000)}
+    assert noise_of(0.5, few_and_many.values()) == pytest.approx(0.245, abs=0.001), "each site counts the same"
+    assert noise_of(1.0, sites(1.0).values()) > 0.02, "a hundred right answers are no certainty"
+    noisy = {"a": Reached(0.5, 0.5, 100, noise=count_noise(0.1, SplitResult(accuracy=0.5, num_samples=100)))}
+    assert noise_of(0.5, noisy.values()) == pytest.approx(1.96 * (0.0025 + 2 * 0.0199833) ** 0.5, rel=1e-4)
     few = {0: sites(0.5, images=20), 4: sites(0.5, images=20), 8: sites(0.45, images=20)}
-    assert remarks_on(SPEC, few, [2.0, 1.0], 4) == [], "one image of twenty"
+    assert remarks_on(SPEC, few, [2.0, 1.0], [4]) == [], "one image of twenty"
     few[8] = sites(0.6, images=20)
-    assert not any("rising" in said for said in remarks_on(SPEC, few, [2.0, 1.0], 4))
+    assert not any("rising" in said for said in remarks_on(SPEC, few, [2.0, 1.0], [4]))
     many = {round: sites(*(row.accuracy for row in reached.values()), images=2000) for round, reached in few.items()}
-    assert any("Still rising" in said for said in remarks_on(SPEC, many, [2.0, 1.0], 4))
+    assert any("Still rising" in said for said in remarks_on(SPEC, many, [2.0, 1.0], [4]))
     many[8] = sites(0.45, images=2000)
-    assert remarks_on(SPEC, many, [2.0, 1.0], 4)[0].startswith("Below zero-shot by 5.0 points")
+    assert remarks_on(SPEC, many, [2.0, 1.0], [4])[0].startswith("Below zero-shot by 5.0 points")
 
 
-def test_where_sites_learn_little_tune_is_named() -> None:
-    [said] = remarks_on(SPEC, {0: sites(0.5), 8: sites(0.52)}, [2.0, 1.0], 4)
-    assert said.startswith("Sites learn little: +2.0 points over zero-shot, where 9.8 can be chance")
-    assert "promptfed tune RUN.yaml --methods auto" in said
-    assert little(0.2, 0.5, 0.1) == little(0.01, 0.95, 0.1) == little(-0.01, 0.5, 0.1) == []
+LITTLE = [
+    (
+        0.52,
+        2000,
+        "Sites learn little: +2.0 points over zero-shot, at most +4.2; `promptfed tune RUN.yaml --methods auto`",
+    ),
+    (0.501, 10_000, "Sites learn little: +0.1 points over zero-shot, at most +1.1"),
+    (0.54, 300, "Sites learn little: +4.0 points over zero-shot, at most +9.7"),
+    (
+        0.52,
+        100,
+        "Too few test images to tell what sites learn: +2.0 points over zero-shot on 100 test images, where 9.8",
+    ),
+    (
+        0.75,
+        12,
+        "Too few test images to tell what sites learn: +25.0 points over zero-shot on 12 test images, where 28.3",
+    ),
+    (0.53, 2000, None),  # certain, and worth having
+    (0.76, 40, None),
+]
+
+
+@pytest.mark.parametrize(("reached", "images", "says"), LITTLE)
+def test_little_is_not_said_of_a_test_set_that_is_too_small(reached: float, images: int, says: str | None) -> None:
+    said = remarks_on(SPEC, {0: sites(0.5, images=images), 8: sites(reached, images=images)}, [2.0, 1.0], [4])
+    assert len(said) == (says is not None)
+    assert says is None or said[0].startswith(says)
+
+
+def test_little_is_said_where_there_is_room() -> None:
+    assert little(0.2, 0.5, 0.1, 9) == little(0.01, 0.95, 0.1, 9) == little(-0.01, 0.5, 0.1, 9) == []
+    several = SPEC.model_copy(update={"task": "multi_label"})
+    curve = {0: sites(0.26, zero_shot=0.26), 8: sites(0.27, zero_shot=0.26)}
+    assert remarks_on(several, curve, [2.0, 1.0], [4]) == [], "a mean average precision has neither chance nor interval"
+
+
+def test_moving_sites_and_rising_losses_are_not_said_to_stand_still() -> None:
+    apart = {0: sites(0.5, 0.5), 8: sites(0.6, 0.4, images=2000)}
+    assert not any("Nothing moved" in said for said in remarks_on(SPEC, apart, [2.0, 2.0], [4]))
+    assert movement(0.0, [2.0, 1.99], 0.05, 2) != []
+    assert movement(0.0, [2.0, 9.0], 0.05, 2) == []
+
+
+def test_no_other_rate_is_advised_where_there_is_none() -> None:
+    probe = resolve_spec({"name": "x", "method": {"name": "fedlp"}, "rounds": 8, "class_names": ["a", "b"]})
+    [said] = remarks_on(probe, {8: sites(0.4, images=2000)}, [2.0, 1.0], [4])
+    assert said.startswith("Below zero-shot by 10.0 points: `promptfed tune RUN.yaml")
+    [said] = falling(sites(0.4, 0.6, 0.7), None)
+    assert said.endswith("such as fedpgp.")
+
+
+def test_classes_of_sites_are_told_as_they_are() -> None:
+    [said] = near_chance(0.31, [2, 10], "tiny")
+    assert "guessing among 2 to 10 classes in 30.0 %" in said
 
 
 def test_a_backbone_that_learned_the_pictures_is_not_said_not_to_know_them() -> None:
-    assert near_chance(0.26, 4, "tiny", 0.3) != []
-    assert near_chance(0.26, 4, "tiny", 0.767) == []
-    said = remarks_on(SPEC, {0: sites(0.26, zero_shot=0.26), 8: sites(0.767, zero_shot=0.26)}, [2.0, 1.0], 4)
+    assert near_chance(0.26, [4], "tiny", 0.3) != []
+    assert near_chance(0.26, [4], "tiny", 0.767) == []
+    said = remarks_on(SPEC, {0: sites(0.26, zero_shot=0.26), 8: sites(0.767, zero_shot=0.26)}, [2.0, 1.0], [4])
     assert said == []
 
 

@@ -15,7 +15,7 @@ export class Result {
     this.ofState = [button("Export", () => this.#export()), button("Prompts", () => this.#prompts()), button("Card", () => this.#card())];
     this.files = new Acts(failed, this.ofState, button("Numbers (CSV)", () => this.#numbers()), button("Reports (JSON)", () => this.#reports()));
     this.figures = h("dl", { class: "figures" });
-    this.note = h("p", { class: "remark" }, "Gains are points against the model before training, on test images. ± is half of the 95 % interval; both figures are of the same images, so that it is rather too wide.");
+    this.note = h("p", { class: "remark" }, "Gains are points against the model before training, on test images. ± is half of the 95 % interval; both figures are of the same images, so that it is rather too wide. Of noisy figures and of mean average precisions there is none.");
     this.use = h("ol", { class: "use" });
     this.using = h("div", {}, this.figures, this.note, h("h3", {}, "Use it"), this.use, h("h3", {}, "Files"));
     this.title = h("h2", { id: "result" });
@@ -127,7 +127,8 @@ function gained({ evaluation }, { spec }, role, who) {
   const mean = evaluation.mean[role];
   if (mean?.zero_shot === undefined) return null;
   const pairs = pairsOf(evaluation, role);
-  const margin = spec.task === "multi_label" || !pairs.length ? "" : ` ± ${(100 * gainMargin(pairs)).toFixed(1)}`;
+  const noisy = Object.values(evaluation.clients).some((one) => one.role === role && one.privacy);
+  const margin = spec.task === "multi_label" || noisy || !pairs.length ? "" : ` ± ${(100 * gainMargin(pairs)).toFixed(1)}`;
   const images = counted(pairs.reduce((sum, one) => sum + one.count, 0), "test image");
   return [`Gain of ${counted(pairs.length, who)}`, [gain(mean.zero_shot, mean.accuracy) + margin, `${measure(spec.task)} ${percent(mean.accuracy)} instead of ${percent(mean.zero_shot)}, ${images}`]];
 }

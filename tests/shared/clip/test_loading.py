@@ -168,19 +168,24 @@ def test_a_model_that_open_clip_cannot_halve_is_refused(small: Any, name: str) -
 def test_loading_leaves_logging_alone(capfd: Any) -> None:
     root = logging.getLogger()
     before = (list(root.handlers), list(root.filters), root.level)
-    load_backbone("small-vit", None)
+    load_backbone("small-vit", "random")
     assert (root.handlers, root.filters, root.level) == before
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("name", ["small-vit", "small-coca", "small-timm", "small-resnet", "timm:small_plain"])
-def test_random_weights_are_the_same_each_time_and_leave_the_global_generator_alone(name: Any) -> None:
+def test_random_weights_are_the_same_each_time_and_leave_the_global_generator_alone(
+    name: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     first = load_backbone(name, None, allow_unregistered=True)
+    assert [line.getMessage() for line in caplog.records if "has random weights, since pretrained is null" in line.msg]
     assert torch.equal(before, torch.get_rng_state())
     torch.manual_seed(8)
+    caplog.clear()
     assert load_backbone(name, "random", allow_unregistered=True).fingerprint == first.fingerprint
+    assert not caplog.records, "it was asked for by its name"
     assert first.pretrained is None
 
 
