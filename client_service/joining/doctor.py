@@ -114,7 +114,7 @@ class Examination:
         if source is not None:
             self.checks += check_data(source, settings.role)
         for name, uri in settings.tests.items():
-            if self._try(f"test {name}", lambda uri=uri: open_data(uri)) is not None:  # type: ignore[misc]
+            if self._try(f"test {name}", lambda uri=uri: open_data(uri, role="tests")) is not None:  # type: ignore[misc]
                 self.checks.append(Check(f"test {name}", "pass", "can be opened"))
         return source
 

@@ -362,7 +362,9 @@ class Joining:
                 lambda: open_data(settings.data, settings.name, settings.domain, settings.role)
             )
         if tests is None:
-            tests = await self.compute.run(lambda: {name: open_data(uri) for name, uri in settings.tests.items()})
+            tests = await self.compute.run(
+                lambda: {name: open_data(uri, role="tests") for name, uri in settings.tests.items()}
+            )
         domain_of(source)
         return source, tests
 

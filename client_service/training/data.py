@@ -18,6 +18,7 @@ from promptfed.shared import messages
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.caches import CacheCost, ImageSplit
 from promptfed.shared.data import DataError, ImageDomain, Source, Split, open_source, partition
+from promptfed.shared.data.options import Role as DataRole
 from promptfed.shared.data.source import in_words
 from promptfed.shared.messages import Role
 from promptfed.shared.methods.core.interface import Method
@@ -261,7 +262,7 @@ def held_out(source: Source, share: float, seed: int) -> Source:
     return replace(source, train=source.train.select(rows), test=source.train.select(tested))
 
 
-def open_data(uri: str, name: str = "", domain: str | None = None, role: Role = "trainer") -> Source:
+def open_data(uri: str, name: str = "", domain: str | None = None, role: DataRole = "trainer") -> Source:
     """The source that ``uri`` names, for ``role``; ``domain`` describes the images of the client ``name`` in words.
 
     Raises:

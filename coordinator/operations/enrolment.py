@@ -176,12 +176,8 @@ def _check_backbone(federation: Federation, request: EnrolRequest) -> None:
             f"the client's backbone is {request.backbone_fingerprint}; {federation.name} runs on "
             f"{federation.fingerprint}: load {backbone.model!r} with weights {backbone.pretrained!r}"
         )
-    if federation.shape is not None:
-        given, wanted = request.backbone_shape.model_dump(), federation.shape.model_dump()
-        other = [key for key, size in wanted.items() if size is not None and given[key] != size]
-        if other:
-            differences = ", ".join(f"{key} {given[key]} instead of {wanted[key]}" for key in other)
-            raise problems.OtherBackbone(f"the client's backbone has another shape: {differences}")
+    if federation.shape is not None and (other := federation.shape.differences(request.backbone_shape)):
+        raise problems.OtherBackbone(f"the client's backbone has another shape: {other}")
 
 
 def _check(federation: Federation, request: EnrolRequest) -> None:

@@ -8,7 +8,7 @@ A dataclass of options is such a ``make`` too. What is a context manager is ente
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -91,7 +91,8 @@ class Commands(typer.Typer):
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
     """``function`` as typer takes it: parameters that are `Made` stand there as the options they are made of."""
     makers: dict[str, Callable[..., Any]] = {}
-    options: dict[str, inspect.Parameter] = {}
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    options: dict[str, inspect.Parameter] = {context.name: context}
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         made = [mark for mark in getattr(parameter.annotation, "__metadata__", ()) if isinstance(mark, Made)]
         if made:
@@ -103,6 +104,7 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def command(**given: Any) -> None:
         with reporting_errors(), ExitStack() as stack:
+            _expect_filled(given.get("context"), given)
             for name, make in makers.items():
                 value = make(**{option: given[option] for option in inspect.signature(make).parameters})
                 given[name] = stack.enter_context(value) if isinstance(value, AbstractContextManager) else value
@@ -111,6 +113,23 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in options.values()]
     command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
     return command
+
+
+def written(context: typer.Context) -> Set[str]:
+    """The names of the parameters that the command line gives."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def _expect_filled(context: typer.Context | None, given: Mapping[str, Any]) -> None:
+    """Raise CommandError for an empty text on the command line: it would pass for an option that is not given."""
+    if context is None:  # called as a function
+        return
+    spelt = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    for name in sorted(written(context)):
+        texts = given[name] if isinstance(given[name], list) else [given[name]]
+        if "" in texts:
+            raise CommandError(f"{spelt[name]} is empty: give a value, or leave it out", Exit.USAGE)
 
 
 @contextmanager

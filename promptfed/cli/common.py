@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 from rich.markup import escape
 
-from promptfed.cli.app import Made
+from promptfed.cli.app import Made, written
 from promptfed.sdk.client import (
     DEFAULT_URL,
     TOKEN_VARIABLE,
@@ -115,16 +115,11 @@ def _class_names(
     return given_class_names(classes, data)
 
 
-def _written(context: typer.Context) -> Set[str]:
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-
-
 AskedLater = Annotated[Access, Made(Access)]  # for commands that may need no coordinator
 Api = Annotated[Coordinator, Made(_opened)]
 AllowBackbone = Annotated[list[str], Made(_backbone_allowed)]
 ClassNames = Annotated[tuple[str, ...] | None, Made(_class_names)]
-Written = Annotated[Set[str], Made(_written)]  # names of the parameters that the command line gives
+Written = Annotated[Set[str], Made(written)]  # names of the parameters that the command line gives
 
 
 def refuse(unused: Set[str], reason: str, prefix: str = "") -> None:
@@ -173,7 +168,7 @@ def options_of(
     """
 
     def make(context: typer.Context, **values: Any) -> dict[str, Any]:
-        return {name: values[name] for name in _written(context) & values.keys()}
+        return {name: values[name] for name in written(context) & values.keys()}
 
     fields = {name: field for name, field in settings.model_fields.items() if name not in without}
     options = [_option(name, field, required) for name, field in fields.items()]

@@ -22,7 +22,7 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.data.pixels import UNREADABLE, in_rgb
 from promptfed.shared.messages import Role
 from promptfed.shared.service.reasons import why
-from promptfed.shared.spec.spec import AllowedBackbones
+from promptfed.shared.spec.spec import AllowedBackbones, check_class_names
 from promptfed.shared.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -177,8 +177,7 @@ class Result:
 
         The coordinator signs it where the result came from one, and the connection is still open.
         """
-        names = tuple(class_names) if class_names is not None else None
-        options = ExportOptions(names, anonymous, self.allow_backbone)
+        options = ExportOptions(_listed(class_names), anonymous, self.allow_backbone)
         signer = None if self.coordinator is None or self.coordinator.is_closed else self.coordinator
         export(self.taken, Path(folder), options, self.backbone, signer)
         return Path(folder)
@@ -200,10 +199,10 @@ class Result:
         return self.backbone
 
     def _names(self, given: Sequence[str] | None) -> tuple[str, ...]:
-        names = given if given is not None else class_names_of(self.taken)
+        names = _listed(given) or class_names_of(self.taken)
         if not names:
             raise CommandError("each client had its own classes: give class_names", Exit.BAD_INPUT)
-        return tuple(names)
+        return names
 
     def __repr__(self) -> str:
         return f"<Result {self._title()}>"
@@ -230,6 +229,18 @@ class Result:
 
 METRICS = ("accuracy", "ece", "macro_f1", "worst_class")
 HEAD = ["client", "role", "domain", "test set", "zero-shot", "adapted"]
+
+
+def _listed(names: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The class names of a caller. Raises CommandError for a text, which is no list of names, and for a bad list."""
+    if names is None:
+        return None
+    if isinstance(names, (str, bytes)):
+        raise CommandError(f"class_names {names!r} is a text: give a list of names, as [{names!r}]", Exit.BAD_INPUT)
+    try:
+        return tuple(check_class_names(list(names)))
+    except ValueError as error:
+        raise CommandError(f"class_names {error}", Exit.BAD_INPUT) from None
 
 
 def _cells(row: Accuracy) -> list[str]:

@@ -154,13 +154,15 @@ def connect(url: str | None = None, *, token: str | None = None, token_file: Pat
     The token is ``token``, or that of ``token_file``, or $PROMPTFED_OPERATOR_TOKEN.
 
     Raises:
-        CommandError: there is no token.
+        CommandError: there is no token, or two are given.
 
     Example:
         >>> with promptfed.connect(token_file="run/coordinator/operator.token") as coordinator:
         ...     federation = coordinator.create("promptfl", "styles", rounds=3)
         ...     print(federation.enrolment_token())
     """
+    if token is not None and token_file is not None:
+        raise CommandError("token and token_file both name the operator token: give one", Exit.BAD_INPUT)
     if token is not None:
         return Connection(Coordinator(url or os.environ.get(URL_VARIABLE) or DEFAULT_URL, token))
     return Connection(open_coordinator(url, Path(token_file) if token_file is not None else None))

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator, Exit
@@ -289,9 +289,9 @@ class Site:
     domain: str | None = None
     floor: int | None = None
 
-    def uris(self) -> list[tuple[str, Role]]:
+    def uris(self) -> list[tuple[str, Role | Literal["tests"]]]:
         """The data URIs, each with the role for which the data are opened."""
-        return [(self.data, self.role), *((uri, "trainer") for uri in self.tests.values())]
+        return [(self.data, self.role), *((uri, "tests") for uri in self.tests.values())]
 
 
 class Services(ABC):

@@ -73,6 +73,8 @@ def described(spec: FederationSpec, backbone: Backbone) -> tuple[FederationSpec,
     try:
         fingerprint = check_fingerprint(backbone, spec.backbone.fingerprint)
         shape, method = shape_of(backbone), method_for(spec)
+        if spec.backbone.shape is not None and (other := spec.backbone.shape.differences(shape)):
+            raise BackboneError(f"backbone.shape is not that of the backbone here: {other}; leave it out")
         check_fits(method, shape)
         if spec.class_names is not None and spec.template is not None:
             method.check_texts(backbone, tuple(spec.class_names), spec.template)

@@ -36,6 +36,8 @@ from promptfed.shared.clip.weights import (
 )
 from promptfed.shared.data.image_files import Cut
 
+log = logging.getLogger("promptfed.clip")
+
 RANDOM_SEED = 20_240_229
 DRAWING = (
     Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_, init.kaiming_normal_,
@@ -225,6 +227,7 @@ def load_timm(
     _expect_known(name)
     expect_permitted(model, allow_unregistered)
     random = pretrained in (None, "random") and own_weights is None
+    _tell_random(model, pretrained, random)
     tag = "" if random or own_weights is not None else f".{_tag(name, str(pretrained))}"
     with load_errors(model, pretrained, precision):
         with seeded():
@@ -245,6 +248,12 @@ def load_timm(
     if precision != "fp32":
         check_runs(backbone)
     return backbone
+
+
+def _tell_random(model: str, pretrained: str | None, random: bool) -> None:
+    """Warn of random weights that nobody has asked for by their name."""
+    if random and pretrained is None:
+        log.warning("%s has random weights, since pretrained is null: name its weights, or write random", model)
 
 
 def _expect_known(name: str) -> None:
@@ -360,6 +369,7 @@ def _load_clip(
     import open_clip
 
     random = pretrained in drawn
+    _tell_random(model, pretrained, random and not model.startswith((HUB, "local-dir:")))  # these bring their weights
     source: str | None = None
     if known is not None:
         known.register()

@@ -178,6 +178,8 @@ WRAPPERS = ("state_dict", "model", "model_ema")  # keys under which training scr
 
 def permits(allowed: AllowedBackbones, spec: BackboneSpec) -> bool:
     """Whether the spec's model, if it lies outside open_clip's registry, is permitted by its very name."""
+    if isinstance(allowed, str):
+        raise BackboneError(f"allow_backbone {allowed!r} is a text: give a list of names, as [{allowed!r}].")
     return allowed if isinstance(allowed, bool) else spec.model in allowed
 
 

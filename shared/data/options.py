@@ -37,7 +37,7 @@ _DIVISION = tuple(name for name in COMMON_OPTIONS if name != "client")  # client
 
 UNKNOWN = -1  # of several labels of an image: whether the class is present
 
-Role = Literal["trainer", "evaluator"]
+Role = Literal["trainer", "evaluator", "tests"]  # tests: a further test set, whose training images nobody uses
 Rows = tuple[torch.Tensor, torch.Tensor]  # one client's rows of train and of test
 Parts = dict[tuple[str | None, ...], list[Rows]]
 
@@ -140,7 +140,7 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     ``validation=0.25``: this share of the training images of each class replaces the test images, which are not used
     then; for choosing hyperparameters. ``validation_seed`` from 0 to 3 holds out one quarter after the other,
     and from 4 to 7 in another order.
-    ``test_on=all``: training images are test images too, for evaluators.
+    ``test_on=all``: training images are test images too, where nobody trains on them.
     ``min_per_class=5``: classes with fewer images are left out. ``template``: replaces the data set's template.
     ``known`` stores the partition of ``source`` for its next client.
     """
@@ -243,6 +243,9 @@ def _hold_out(source: Source, options: Options) -> Source:
 def _test_on(source: Source, options: Options) -> Source:
     if options.choice("test_on", ("test", "all"), "test") == "test":
         return source
+    if options.role == "trainer":
+        text = "test_on=all would test a trainer on its training images: leave it out, or open the data as an evaluator"
+        raise DataError(f"{options.uri}: {text}.")
     if options.text("validation") is not None:
         raise DataError(f"{options.uri}: test_on=all looks at the test images, which validation= keeps out of sight.")
     return replace(source, test=joined(source.test, source.train))

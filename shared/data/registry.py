@@ -154,7 +154,7 @@ class SharedSources:
         cutting = CUTTING_OPTIONS - AT_OPENING.get(scheme, frozenset())
         own = {name: value for name, value in options.values.items() if name not in cutting}
         whole_test = scheme in BY_ROLE and options.is_whole_test
-        key = scheme, body, tuple(sorted(own.items())), options.role if scheme in BY_ROLE else "", whole_test
+        key = scheme, body, tuple(sorted(own.items())), scheme in BY_ROLE and options.role == "evaluator", whole_test
         if key not in self._wholes:
             self._wholes[key] = _Whole(open_whole(scheme, body, options))
         return self._wholes[key]

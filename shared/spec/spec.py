@@ -193,6 +193,12 @@ class BackboneShape(Section):
     heads_v: Annotated[Depth | None, Field(description="attention heads of the vision tower")] = None
     heads_t: Annotated[Depth | None, Field(description="attention heads of the text tower")] = None
 
+    def differences(self, other: BackboneShape) -> str:
+        """Where ``other`` has another size than is known here, as ``d_t 64 instead of 32``; empty: nowhere."""
+        sizes = other.model_dump()
+        known = {key: size for key, size in self.model_dump().items() if size not in (None, sizes[key])}
+        return ", ".join(f"{key} {sizes[key]} instead of {size}" for key, size in known.items())
+
 
 AllowedBackbones = bool | Sequence[str]
 """Names of models outside open_clip's registry that may be loaded; True: any."""

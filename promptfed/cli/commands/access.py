@@ -10,7 +10,7 @@ import typer
 
 from promptfed.cli.app import app
 from promptfed.cli.commands.federation import group
-from promptfed.cli.common import Api, AskedLater, Client, Federation, Json, Yes, confirm
+from promptfed.cli.common import Api, AskedLater, Client, Federation, Json, Written, Yes, confirm, refuse
 from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.output import console, expect_new, print_json, say, table, tell, write_private
@@ -97,6 +97,7 @@ TOKEN_COLUMNS = ["token", "for", "used", "good until", "clients"]
 def token(
     federation: Federation,
     api: Api,
+    written: Written,
     out: Annotated[Path | None, typer.Option(help="write the token here, readable by you alone")] = None,
     uses: Uses = 1,
     hours: Hours = None,
@@ -110,6 +111,8 @@ def token(
     """Mint a token with which clients enrol; or list the tokens, or revoke one."""
     if listed and revoke is not None:
         raise CommandError("--list and --revoke are two things: give one of them", Exit.BAD_INPUT)
+    if listed or revoke is not None:
+        refuse(written & {"out", "uses", "hours", "name", "role", "client"}, "of a new token; nothing is minted here")
     expect_new(out)
     if listed:
         _list(api, federation, as_json)
@@ -226,6 +229,7 @@ def show(api: Api, as_json: Json = False) -> None:
 @audit_log.add()
 def verify(
     asked: AskedLater,
+    written: Written,
     head: Annotated[
         str | None, typer.Option(help="a head that an earlier verify has printed: it must be there")
     ] = None,
@@ -234,6 +238,7 @@ def verify(
 ) -> None:
     """Compute the log's chain of hashes again; the exit code is 6 if the log was changed."""
     if file is not None:
+        refuse(written & {"coordinator", "token_file"}, "no coordinator is asked with --file; leave it out")
         entries = _read(file)
     else:
         with asked.open() as api:

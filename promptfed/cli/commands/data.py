@@ -12,7 +12,7 @@ import typer
 from promptfed.cli.app import app, with_options
 from promptfed.cli.common import Json
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import console, listing, print_json, say, table
+from promptfed.sdk.output import console, expect_suffix, listing, print_json, say, table
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import counted, look_alikes, plain, quoted
 from promptfed.shared.service.reasons import why
@@ -75,6 +75,7 @@ def show(
 
     if part not in ("train", "test"):
         raise CommandError(f"there is no part {part!r}: use train or test", Exit.BAD_INPUT)
+    expect_suffix(out, ".png", "a PNG picture")
     with _listing_problems(uri, as_json):
         source = open_source(uri, role)
         split = source.train if part == "train" else source.test

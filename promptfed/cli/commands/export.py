@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from promptfed.cli.app import app
-from promptfed.cli.common import KEY_VARIABLE, AllowBackbone, AskedLater, ClassNames, Federation, Json, Key
+from promptfed.cli.common import (
+    KEY_VARIABLE,
+    AllowBackbone,
+    AskedLater,
+    ClassNames,
+    Federation,
+    Json,
+    Key,
+    Written,
+    refuse,
+)
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.operations import take
-from promptfed.sdk.output import say, tell
+from promptfed.sdk.output import expect_new, say, tell
 from promptfed.shared.machine import on_signals
 from promptfed.shared.plain_text import plain
 
@@ -54,6 +64,8 @@ def onnx(
     as_json: Json = False,
 ) -> None:
     """Write an export's classifier as an ONNX model, and check that it answers as Python does (promptfed[onnx])."""
+    for file in (out, out.with_suffix(".json")):
+        expect_new(file)
     from promptfed.cli.scoring import model_of_export
     from promptfed.export.export import open_backbone_of
     from promptfed.export.onnx_graph import write_onnx
@@ -68,6 +80,7 @@ def onnx(
 def verify(
     folder: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written, or the page's .zip")],
     allow_backbone: AllowBackbone,
+    written: Written,
     key: Annotated[
         str | None,
         typer.Option(envvar=KEY_VARIABLE, help="the coordinator's public key, as `GET /v1/signing-key` once told it"),
@@ -79,6 +92,8 @@ def verify(
     """Check that an export is, file by file, what its card says and what the coordinator with this key has signed."""
     from promptfed.export.verification import verify_export
 
+    unused = set() if recompute else written & {"allow_backbone", "backbone_file"}
+    refuse(unused, "no backbone is loaded with --no-recompute; leave it out")
     verified = verify_export(folder, key, recompute=recompute, allow_backbone=allow_backbone)
     federation, round = verified.card.federation, verified.card.round
     where = f"{federation.name} ({federation.id}) after round {round}"

@@ -9,10 +9,21 @@ from typing import Annotated
 import typer
 
 from promptfed.cli.app import app
-from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Key, Round, Yes, confirm
+from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Key, Round, Written, Yes, confirm, refuse
 from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator, Exit
-from promptfed.sdk.output import console, percent, print_json, read_federation, say, size, table, tell, write_file
+from promptfed.sdk.output import (
+    console,
+    expect_suffix,
+    percent,
+    print_json,
+    read_federation,
+    say,
+    size,
+    table,
+    tell,
+    write_file,
+)
 from promptfed.sdk.progress import Snapshot, Watcher, describe_round, follow, loss_of, means_of, result_table
 from promptfed.shared.api.api_schemas import CentralPrivacyView, ClientPrivacy, FederationView, SelectionView
 from promptfed.shared.api.report_schemas import RoundReport
@@ -26,6 +37,7 @@ group = app.group("federation", "Create, watch and steer federations at a coordi
 def create(
     api: Api,
     allow_backbone: AllowBackbone,
+    written: Written,
     spec: Annotated[
         Path | None, typer.Argument(help="YAML or JSON file with the federation's spec, or a run file")
     ] = None,
@@ -43,6 +55,12 @@ def create(
     """Create a federation from a spec."""
     if spec is None and export is None:
         raise CommandError("give the file of a spec, or --from EXPORT", Exit.USAGE)
+    if export is None:
+        refuse(written & {"key"}, "of an export; give --from too, or leave it out")
+    if export is not None or not backbone:
+        refuse(written & {"allow_backbone", "backbone_file"}, "no backbone is loaded here; leave it out")
+    if export is not None:
+        refuse(written & {"backbone"}, "the export names the backbone; leave it out")
     asked, initial_state = ({} if spec is None else read_federation(spec)), None
     if export is not None:
         from promptfed.export.verification import continued
@@ -189,6 +207,7 @@ def prompts(
     as_json: Json = False,
 ) -> None:
     """Fetch the global state of a round: prompts, aggregators, generators."""
+    expect_suffix(out, ".safetensors", "a safetensors file")
     answer = api.send(operations.get_prompts(federation, round))
     written = {"file": str(out), "bytes": len(answer.body), "state_hash": answer.headers["etag"].strip('"')}
     write_file(out, answer.body)
@@ -254,6 +273,7 @@ def metrics(
     as_json: Json = False,
 ) -> None:
     """Print every number by round as CSV, or with --json as objects: clients' metrics, accuracies, bytes, seconds."""
+    expect_suffix(out, ".csv", "CSV")
     body = api.send(operations.get_metrics(federation)).body
     if out is None and as_json:
         lines = csv.DictReader(body.decode().splitlines())

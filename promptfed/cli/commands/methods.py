@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from promptfed.cli.app import app
-from promptfed.cli.common import Json
+from promptfed.cli.common import Json, Written, refuse
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import console, listing, new_folder, print_json, say, table
 from promptfed.shared.spec.spec import SpecError
@@ -21,6 +21,7 @@ RUN = "run.yaml"
 
 @app.add(section="Try and simulate")
 def init(
+    written: Written,
     folder: Annotated[Path | None, typer.Argument(help="a new or empty folder")] = None,
     preset: Annotated[
         str | None, typer.Option("--from", help="run.yaml with a paper's settings, as paper:fedpgp-office")
@@ -29,6 +30,8 @@ def init(
     presets: Annotated[bool, typer.Option("--list", help="list the papers' settings, and end")] = False,
 ) -> None:
     """Make a folder that runs: a run file with comments, a method of your own, its test, and how to go on."""
+    refuse(written & {"folder", "preset", "root"} if presets else set(), "--list makes no folder; leave it out")
+    refuse(written & {"root"} if preset is None else set(), "for --from; leave it out")
     if presets:
         from promptfed.experiments.bench.presets import preset_names, read_preset
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from promptfed.cli.app import app
-from promptfed.cli.common import AllowBackbone, AskedLater, ClassNames, Json, Key
+from promptfed.cli.common import AllowBackbone, AskedLater, ClassNames, Json, Key, Written, refuse
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import console, print_json, table
+from promptfed.sdk.output import console, expect_suffix, print_json, table
 from promptfed.shared.service.reasons import why
 
 
@@ -20,6 +20,7 @@ def predict(
     asked: AskedLater,
     class_names: ClassNames,
     allow_backbone: AllowBackbone,
+    written: Written,
     export: Annotated[
         Path | None, typer.Option(help="folder that `promptfed export` has written, or the page's .zip")
     ] = None,
@@ -37,6 +38,12 @@ def predict(
     if (folders and (len(images) > 1 or as_json)) or (out is not None and not folders):
         text = "a folder is given alone, its answers are CSV (--out FILE); files are told one by one (--json)"
         raise CommandError(text, Exit.USAGE)
+    if export is not None:
+        refuse(written & {"round", "coordinator", "token_file"}, "for --federation; leave it out")
+    else:
+        refuse(written & {"key"}, "for --export; leave it out")
+    refuse(written & {"top"} if folders or as_json else set(), "for a table of single images; leave it out")
+    expect_suffix(out, ".csv", "CSV")
     from promptfed.cli import scoring
 
     if export is not None:

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from promptfed.cli.app import Made, app
-from promptfed.cli.common import Json, options_of, use_backbone_file
+from promptfed.cli.common import Json, Written, options_of, refuse, use_backbone_file
 from promptfed.client_service.joining.invited import GIVEN, accept
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.settings import Settings as ClientSettings
@@ -87,10 +88,20 @@ EXPLAINED = (
 
 def open_ledger(
     ledger: Annotated[Path | None, typer.Option(help="its file; default: the data set's own")] = None,
-    dataset: Annotated[str, typer.Option(help="name of the data set")] = "default",
+    dataset: Annotated[str | None, typer.Option(help="name of the data set; default: default")] = None,
 ) -> Ledger:
-    """The ledger of a data set."""
-    return Ledger(ledger or ledger_path(dataset), dataset)
+    """The ledger of a data set. Raises CommandError if both are given."""
+    if ledger is not None and dataset is not None:
+        raise CommandError("--ledger and --dataset both name the ledger: give one", Exit.BAD_INPUT)
+    name = "default" if dataset is None else dataset
+    return Ledger(ledger_path(name) if ledger is None else ledger, name)
+
+
+def expect_there(ledger: Ledger) -> None:
+    """Raise CommandError if the ledger has no file."""
+    if ledger.path is None or not ledger.path.exists():
+        text = f"there is no ledger {ledger.path}: nothing was spent there"
+        raise CommandError(f"{text}, or its data set has another --dataset or --ledger", Exit.BAD_INPUT)
 
 
 OwnLedger = Annotated[Ledger, Made(open_ledger)]
@@ -103,9 +114,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show what was spent, by federation and in all, and what is left."""
-    if ledger.path is None or not ledger.path.exists():
-        text = f"there is no ledger {ledger.path}: nothing was spent there"
-        raise CommandError(f"{text}, or its data set has another --dataset or --ledger", Exit.BAD_INPUT)
+    expect_there(ledger)
     spends = ledger.spends()
     federations = sorted({(spend.coordinator, spend.federation_id) for spend in spends})
     shares = [_of_federation(ledger, spends, *federation) for federation in federations]
@@ -142,6 +151,7 @@ def _of_federation(ledger: Ledger, spends: list[Any], coordinator: str, federati
 @ledger_group.add()
 def verify(ledger: OwnLedger) -> None:
     """Check that every line follows from the previous one and states the ε that its events add up to."""
+    expect_there(ledger)
     spends = ledger.spends()
     if spends and abs(ledger.epsilon(spends[-1].split) - spends[-1].epsilon) > 1e-6:
         own = ledger.epsilon(spends[-1].split)
@@ -218,6 +228,7 @@ privacy_group = app.group("privacy", "Plan what differentially private training 
 def plan(
     spec: Annotated[Path, typer.Argument(help="the federation's spec or a run file, as YAML or JSON")],
     ledger: OwnLedger,
+    written: Written,
     samples: Annotated[str, typer.Option(help="numbers of training images of clients, by commas")] = "",
     clients: Annotated[int, typer.Option(min=1, help="of level client: trainers that will enrol")] = 1,
     as_json: Json = False,
@@ -228,7 +239,7 @@ def plan(
     δ.
     """
     try:
-        plans = _plans(spec, samples, clients, ledger)
+        plans = _plans(spec, samples, clients, ledger, written)
     except ValueError as error:  # of the privacy accounting too
         raise CommandError(str(error), Exit.BAD_INPUT) from None
     if as_json:
@@ -238,15 +249,17 @@ def plan(
     console.print(table(None, columns, [[f"{planned[key]:g}" for key in columns] for planned in plans]))
 
 
-def _plans(path: Path, samples: str, clients: int, ledger: Any) -> list[dict[str, float]]:
+def _plans(path: Path, samples: str, clients: int, ledger: Any, written: Set[str]) -> list[dict[str, float]]:
     from promptfed.shared.methods import method_for, resolve_spec
     from promptfed.shared.methods.core.checks import training_loops
 
     spec = resolve_spec(read_federation(path))
     if spec.privacy.protects_clients:
+        refuse(written & {"samples", "ledger", "dataset"}, "of level sample, and the spec has level client")
         return [_planned_for_clients(spec, clients)]
     if spec.privacy.level != "sample":
         raise ValueError("the spec is not protected: give privacy: {level: sample, ...}")
+    refuse(written & {"clients"}, "of level client, and the spec has level sample")
     if not samples:
         raise ValueError("give --samples, such as --samples 800,1200: the cost to a client depends on them")
     loops = training_loops(method_for(spec), spec.rounds)
@@ -342,9 +355,17 @@ site_log_group = app.group("site-log", "Read and verify a client's own log.", "T
 StateDir = Annotated[Path, typer.Argument(help="the client's --state-dir")]
 
 
+def _expect_log(folder: Path) -> None:
+    """Raise CommandError if a folder has neither a log nor the head of one."""
+    if not any((folder / name).exists() for name in (site_log.FILE, site_log.HEAD)):
+        text = f"{folder} holds no {site_log.FILE}: name the --state-dir of a client that has joined"
+        raise CommandError(text, Exit.BAD_INPUT)
+
+
 @site_log_group.add("show")
 def show_log(state_dir: StateDir = Path(), as_json: Json = False) -> None:
     """Print the log, one line for each entry."""
+    _expect_log(state_dir)
     try:
         lines = site_log.read(state_dir)
     except site_log.ChangedLog as changed:
@@ -364,6 +385,7 @@ def verify_log(
     as_json: Json = False,
 ) -> None:
     """Compute the log's chain of hashes again; the exit code is 6 if the log was changed."""
+    _expect_log(state_dir)
     try:
         last = site_log.verify(state_dir, head)
     except site_log.ChangedLog as changed:
@@ -386,6 +408,7 @@ UNCHECKED = ClientSettings.model_fields.keys() - CHECKED
 @app.add(section="Take part with own data")
 def doctor(
     given: Annotated[dict[str, Any], Made(options_of(ClientSettings, UNCHECKED, required=False))],
+    written: Written,
     model: Annotated[str, typer.Option(help="backbone to load where no coordinator names it")] = "promptfed-tiny",
     pretrained: Annotated[str, typer.Option(help="its weights")] = "embedded",
     as_json: Json = False,
@@ -393,6 +416,8 @@ def doctor(
     """Check data, GPU, backbone and coordinator, and show what would leave this machine, without joining."""
     from promptfed.client_service.joining.doctor import Examination
 
+    if "coordinator" in given:
+        refuse(written & {"model", "pretrained"}, "the coordinator names the backbone; leave it out")
     use_backbone_file(given.get("backbone_file"))
     examination = Examination.of(BackboneSpec(model=model, pretrained=pretrained), **given)
     examination.run()

@@ -280,7 +280,7 @@ class Runner:
     def _run_of(self, job: Job, simulated: FederationResult) -> BenchRun:
         sources = {site.name: self._sources.open(site.data, site.role) for site in job.trial.sites}
         sources |= {
-            f"{site.name}/{name}": self._sources.open(uri)
+            f"{site.name}/{name}": self._sources.open(uri, "tests")
             for site in job.trial.sites
             for name, uri in site.tests.items()
         }

@@ -134,7 +134,7 @@ def open_site(site: Site, sources: SharedSources) -> SimulatedClient:
         CommandError: its data cannot be used.
     """
     try:
-        tests = {name: sources.open(uri) for name, uri in site.tests.items()}
+        tests = {name: sources.open(uri, "tests") for name, uri in site.tests.items()}
         source = in_domain(sources.open(site.data, site.role), site.name, site.domain)
         return SimulatedClient(site, source, tests)
     except DataError as error:

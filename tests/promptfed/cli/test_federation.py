@@ -205,6 +205,10 @@ def test_a_backbone_that_is_not_there(command: Command) -> None:
     wrong = command("create", command.spec("lost", backbone=other))
     assert wrong.exit_code == Exit.BAD_INPUT
     assert "fingerprint" in wrong.stderr
+    shaped = {"model": "promptfed-tiny", "pretrained": "random", "shape": {"d_e": 96, "d_t": 9}}
+    wrong = command("create", command.spec("lost", backbone=shaped))
+    assert wrong.exit_code == Exit.BAD_INPUT
+    assert "backbone.shape is not that of the backbone here: d_t 112 instead of 9; leave it out" in wrong.stderr
 
 
 def test_methods_are_listed_and_described() -> None:

@@ -293,6 +293,20 @@ def test_the_ledger_is_shown_and_verified(tmp_path: Path) -> None:
     assert (broken.exit_code, "does not hold together" in broken.stderr) == (Exit.LEDGER, True)
 
 
+def test_what_is_not_there_does_not_hold_together(tmp_path: Path) -> None:
+    for asked in (
+        ("ledger", "verify", "--ledger"),
+        ("ledger", "show", "--ledger"),
+        ("site-log", "show"),
+        ("site-log", "verify"),
+    ):
+        done = run(*asked, str(tmp_path / "none"))
+        assert (done.exit_code, done.stdout) == (Exit.BAD_INPUT, "")
+        assert "there is no ledger" in done.stderr or "holds no site-log" in done.stderr
+    (tmp_path / "site-log.head").write_text("{}")
+    assert run("site-log", "show", str(tmp_path)).exit_code == 0, "it begins with its head"
+
+
 def test_the_example_policy_is_one_and_another_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(run("policy", "example").stdout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,20 @@ def test_predictions_and_weights_agree(result: promptfed.Result, backbone: Backb
         result.predict("absent.png")
 
 
+def test_a_text_is_no_list_of_class_names(result: promptfed.Result, tmp_path: Path) -> None:
+    """ "sun" was the classes s, u and n, and the card of an export said so."""
+    calls = (lambda names: result.predict(b"", names), result.class_weights, partial(result.export, tmp_path / "out"))
+    for names, why in (
+        ("sun", "is a text: give a list of names"),
+        (["a", "a"], "lists a class twice"),
+        ([], "is empty"),
+    ):
+        for call in calls:
+            with pytest.raises(promptfed.CommandError, match=why):
+                call(names)
+    assert not (tmp_path / "out").exists()
+
+
 def test_export_from_a_notebook(result: promptfed.Result, tmp_path: Path) -> None:
     folder = result.export(tmp_path / "out", ["sun", "anchor"], anonymous=True)
     assert load_file(folder / "class_weights.safetensors")["class_weights"].shape == (2, 96)
@@ -140,6 +155,8 @@ def test_the_same_at_a_coordinator(backbone: Backbone, tmp_path: Path) -> None:
                 made.wait(PATIENCE)
         with pytest.raises(promptfed.CommandError, match="operator token"):
             promptfed.connect(server.url)
+        with pytest.raises(promptfed.CommandError, match="give one"):
+            promptfed.connect(server.url, token="x", token_file=token)
 
 
 def test_what_is_wrong_is_said_in_one_line(backbone: Backbone) -> None:
@@ -148,6 +165,7 @@ def test_what_is_wrong_is_said_in_one_line(backbone: Backbone) -> None:
         ({"round": 3}, "round: unknown key"),
         ({"data": ["symbols:nowhere"]}, "nowhere"),
         ({"data": []}, "train"),
+        ({"data": ["digits?test_on=all"]}, "would test a trainer on its training images"),
     ):
         given = {"method": "promptfl", "data": [f"symbols:neon{SMALL}"]} | settings
         with pytest.raises(promptfed.CommandError, match=why) as refusal:
