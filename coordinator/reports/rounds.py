@@ -34,6 +34,7 @@ from promptfed.coordinator.store.tables import (
 from promptfed.shared.api import report_schemas
 from promptfed.shared.api.report_schemas import remarks
 from promptfed.shared.messages import ENDED
+from promptfed.shared.methods import has_rate
 from promptfed.shared.plain_text import csv_cell
 from promptfed.shared.spec.sections import FINAL
 
@@ -168,7 +169,7 @@ def remarks_of(session: Session, federation: Federation) -> list[str]:
     if spec.class_names is not None and spec.method.get("label_space") != "client":
         counts = [len(spec.class_names)]
     reports = [round_report(session, federation, round) for round in sorted(wanted)]
-    return remarks(spec, reports, counts)
+    return remarks(spec, reports, counts, has_rate(spec))
 
 
 def _stage_report(stage: PhaseRow, tasks: list[Any]) -> dict[str, Any]:

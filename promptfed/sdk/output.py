@@ -234,7 +234,10 @@ def new_folder(path: Path | None, option: str = "") -> Iterator[Path]:
 
 def remarks(result: FederationResult) -> list[str]:
     """What looks wrong on the clients' own test images, and what to try: `promptfed.shared.api.report_schemas`."""
-    return shared.remarks(result.federation.spec, result.round_reports, _classes(result))
+    from promptfed.shared.methods import has_rate
+
+    spec = result.federation.spec
+    return shared.remarks(spec, result.round_reports, _classes(result), has_rate(spec))
 
 
 def _classes(result: FederationResult) -> list[int]:

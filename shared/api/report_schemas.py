@@ -250,14 +250,21 @@ Curve = Mapping[int, Mapping[str, Reached]]
 """What the trainers reached, by evaluated round and by name."""
 
 
-def remarks(spec: FederationSpec, reports: Iterable[RoundReport], classes: Sequence[int]) -> list[str]:
-    """All remarks on a federation; ``classes``: the numbers of classes that trainers choose among, where known."""
+def remarks(
+    spec: FederationSpec, reports: Iterable[RoundReport], classes: Sequence[int], has_rate: bool = True
+) -> list[str]:
+    """All remarks on a federation; ``classes``: the numbers of classes that trainers choose among, where known.
+
+    ``has_rate``: whether its method uses the learning rate.
+    """
     reports = list(reports)
     losses = [report.phases[0].metrics["loss"] for report in reports if _has_loss(report)]
-    return remarks_on(spec, _curve(reports), losses, classes)
+    return remarks_on(spec, _curve(reports), losses, classes, has_rate)
 
 
-def remarks_on(spec: FederationSpec, curve: Curve, losses: Sequence[float], classes: Sequence[int]) -> list[str]:
+def remarks_on(
+    spec: FederationSpec, curve: Curve, losses: Sequence[float], classes: Sequence[int], has_rate: bool = True
+) -> list[str]:
     """The same of accuracies by round, with the losses by round (empty: unknown)."""
     last = max((round for round, reached in curve.items() if reached), default=0)
     judged = {name: row for name, row in curve.get(last, {}).items() if row.zero_shot is not None}
@@ -272,19 +279,11 @@ def remarks_on(spec: FederationSpec, curve: Curve, losses: Sequence[float], clas
     noise = noise_of(zero_shot, judged.values())
     if 1 - zero_shot < ROOM:
         losses = []
-    rate = _rate(spec)
+    rate = spec.training.learning_rate if has_rate else None
     moved = movement(gain, losses, rate, last, noise, fmean(map(abs, gains)))
     said += moved or (little(gain, zero_shot, noise, sum(row.images for row in judged.values())) if one_label else [])
     means = {round: fmean(row.accuracy for row in reached.values()) for round, reached in curve.items() if reached}
     return said + falling(judged, rate) + (rising(means, noise) if last == spec.rounds else [])
-
-
-def _rate(spec: FederationSpec) -> float | None:
-    """The learning rate; None where the method does not use it."""
-    from promptfed.shared.methods import METHODS
-
-    kind = METHODS.get(spec.method["name"])
-    return None if kind is not None and "learning_rate" in kind.ignores else spec.training.learning_rate
 
 
 def noise_of(accuracy: float, sites: Iterable[Reached]) -> float:

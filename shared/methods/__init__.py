@@ -114,6 +114,12 @@ def method_for(spec: FederationSpec) -> Method:
     return make_method(spec.method)
 
 
+def has_rate(spec: FederationSpec) -> bool:
+    """Whether the method of ``spec`` uses the learning rate, as far as it is here to be asked."""
+    kind = METHODS.get(spec.method["name"])
+    return kind is None or "learning_rate" not in kind.ignores
+
+
 def runnable(shape: BackboneShape) -> list[str]:
     """Names of the methods that can run with a backbone of ``shape``, by their default hyperparameters."""
     context = ServerContext(TrainingSpec(), shape, None, (), seed=0, rounds=1)

@@ -17,7 +17,7 @@ from promptfed.shared.api.report_schemas import (
     rising,
 )
 from promptfed.shared.messages import SplitResult
-from promptfed.shared.methods import resolve_spec
+from promptfed.shared.methods import has_rate, resolve_spec
 from promptfed.shared.plain_text import csv_cell, markdown, plain
 
 SPEC = resolve_spec({"name": "x", "method": {"name": "promptfl"}, "rounds": 8, "training": {"learning_rate": 0.05}})
@@ -153,7 +153,7 @@ def test_moving_sites_and_rising_losses_are_not_said_to_stand_still() -> None:
 
 def test_no_other_rate_is_advised_where_there_is_none() -> None:
     probe = resolve_spec({"name": "x", "method": {"name": "fedlp"}, "rounds": 8, "class_names": ["a", "b"]})
-    [said] = remarks_on(probe, {8: sites(0.4, images=2000)}, [2.0, 1.0], [4])
+    [said] = remarks_on(probe, {8: sites(0.4, images=2000)}, [2.0, 1.0], [4], has_rate(probe))
     assert said.startswith("Below zero-shot by 10.0 points: `promptfed tune RUN.yaml")
     [said] = falling(sites(0.4, 0.6, 0.7), None)
     assert said.endswith("such as fedpgp.")
