@@ -25,6 +25,7 @@ from promptfed.shared.clip.towers.text import (
     TextTower,
     is_standard_block,
     make_class_prompts,
+    prompts_of,
     tracing,
 )
 from promptfed.shared.clip.towers.text import Path as TextPath
@@ -326,6 +327,26 @@ class Backbone:
 
         named = class_names if isinstance(class_names, str) else tuple(class_names)
         return self._tokenised.get((named, context_length), make)
+
+    def template_prompts(self, class_names: Sequence[str], texts: Sequence[str], words: str, most: int) -> ClassPrompts:
+        """The whole ``texts`` of the classes, which begin with ``words``: the last of these stand where a context goes.
+
+        They are at most ``most`` tokens, none where all texts begin otherwise; `words_of` has their embeddings. A
+        context that is equal to those gives what `encode_text` does. BackboneError if a text is too long.
+        """
+        self._text.require()
+
+        def make() -> ClassPrompts:
+            ids, start, length = self._tokenizer.template_ids(texts, words, most)
+            return prompts_of(class_names, ids, start, length, self._text.pooled_position(ids))
+
+        return self._tokenised.get((tuple(texts), words, most), make)
+
+    @torch.no_grad()
+    def words_of(self, prompts: ClassPrompts) -> Tensor:
+        """Token embeddings `(m, d_t)` of the words that stand in the context's place of `template_prompts`."""
+        places = slice(prompts.start, prompts.start + prompts.context_length)
+        return _wide(self._text.embed(prompts.ids[0, places]))
 
     def encode_prompts(
         self,

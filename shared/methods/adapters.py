@@ -53,7 +53,7 @@ class FedTaskRes(pf.Method):
     protects = True
     Hyper = FedTaskResHyper
     hyper: FedTaskResHyper
-    defaults = pf.defaults(epochs=1, batch_size=32, optimizer="adam", learning_rate=0.1, weight_decay=0)
+    defaults = pf.defaults(epochs=1, batch_size=32, optimizer="adam", learning_rate=0.03, weight_decay=0)
     disclosures = (
         pf.AGGREGATE,
         pf.Disclosed(
@@ -112,11 +112,26 @@ def relative_rate(context: pf.ClientContext, width: int) -> float:
     return context.training.learning_rate / math.sqrt(width)
 
 
+Start = Literal["zero_shot", "random"]
+START: Start = pf.option(
+    "zero_shot", "zeros in the second layer, which is zero-shot, or random numbers as in the first"
+)
+
+
+def started(specs: Sequence[TensorSpec], dims: dict[str, int], draws: Draws, start: Start) -> Tensors:
+    """Layers uniform in ±1/√(inputs), drawn in order; zeros in the second half of ``specs`` but for a random start."""
+    shapes = {spec.name: spec.resolve(dims) for spec in specs}
+    drawn = {name: (draws.uniform(*shape) * 2 - 1) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+    zero = () if start == "random" else list(drawn)[len(drawn) // 2 :]
+    return drawn | {name: draws.xp.zeros_like(drawn[name]) for name in zero}
+
+
 class FedCLIPAdapterHyper(pf.Hyperparameters):
     """How wide the adapter is, and how much of a feature it replaces."""
 
     reduction: int = pf.option(4, "the hidden layer has d_e / reduction units", ge=1, le=1024)
     alpha: float = pf.option(0.2, "α, share of A(I) in an image's feature; 0: zero-shot", ge=0, le=1)
+    start: Start = START
 
 
 BOTTLENECK = TensorSpec("image_w1", ("hidden", "d_e")), TensorSpec("image_w2", ("d_e", "hidden"))
@@ -128,7 +143,8 @@ def blended(weights: Sequence[Tensor], features: Tensor, share: float) -> Tensor
     ``weights``: W₁ ``(..., h, d_e)`` and W₂ ``(..., d_e, h)``.
     """
     narrow, wide = weights
-    adapted = torch.relu(torch.relu(features @ narrow.mT) @ wide.mT)
+    wider = torch.relu(features @ narrow.mT) @ wide.mT
+    adapted = torch.maximum(wider, wider.new_zeros(()))  # a ReLU whose slope at 0 is ½: a W₂ of zeros is trained
     return F.normalize(share * adapted + (1 - share) * features, dim=-1)
 
 
@@ -142,7 +158,7 @@ class FedCLIPAdapter(pf.Method):
     protects = True
     Hyper = FedCLIPAdapterHyper
     hyper: FedCLIPAdapterHyper
-    defaults = pf.defaults(epochs=1, batch_size=32, optimizer="adam", learning_rate=0.1, weight_decay=0)
+    defaults = pf.defaults(epochs=5, batch_size=32, optimizer="adam", learning_rate=0.1, weight_decay=0)
     disclosures = (
         pf.AGGREGATE,
         pf.Disclosed(
@@ -161,10 +177,8 @@ class FedCLIPAdapter(pf.Method):
         return {"d_e": context.shape.d_e, "hidden": max(1, context.shape.d_e // self.hyper.reduction)}
 
     def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
-        """Every weight uniform in ±1/√(its inputs), as linear layers usually start."""
-        dims = self.dims(context)
-        shapes = {spec.name: spec.resolve(dims) for spec in self.state_tensors()}
-        return {name: (draws.uniform(*shape) * 2 - 1) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+        """Every weight uniform in ±1/√(its inputs), as linear layers usually start; by default zeros in W₂."""
+        return started(BOTTLENECK, self.dims(context), draws, self.hyper.start)
 
     def images(self, adapter: Tensors, features: Tensor) -> Tensor:
         """Image features ``(..., N, d_e)`` behind the adapter."""
@@ -214,11 +228,12 @@ ADAPTER = (
 
 
 class FedCLIPHyper(pf.Hyperparameters):
-    """What the adapter sees; it is as wide as the embeddings."""
+    """What the adapter sees and where it starts; it is as wide as the embeddings."""
 
     features: Literal["raw", "normalized"] = pf.option(
         "raw", "image features as the tower gives them, which the released code adapts, or on the unit sphere"
     )
+    start: Start = START
 
 
 def attended(adapter: Tensors, features: Tensor) -> Tensor:
@@ -246,7 +261,7 @@ class FedCLIP(pf.Method):
     protects = True
     Hyper = FedCLIPHyper
     hyper: FedCLIPHyper
-    defaults = pf.defaults(300, epochs=1, batch_size=32, optimizer="adam", learning_rate=5e-5, weight_decay=0.2)
+    defaults = pf.defaults(20, epochs=1, batch_size=32, optimizer="adam", learning_rate=4e-4, weight_decay=0)
     disclosures = (
         pf.AGGREGATE,
         pf.Disclosed(
@@ -265,10 +280,11 @@ class FedCLIP(pf.Method):
         return {"d_e": context.shape.d_e}
 
     def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
-        """Every entry uniform in ±1/√d_e, as linear layers usually start."""
-        dims = self.dims(context)
-        shapes = {spec.name: spec.resolve(dims) for spec in ADAPTER}
-        return {n: (draws.uniform(*s) * 2 - 1) / dims["d_e"] ** 0.5 for n, s in shapes.items()}
+        """Every entry uniform in ±1/√d_e, as linear layers usually start; by default zeros in the second layer.
+
+        All coordinates weigh the same then, which is zero-shot.
+        """
+        return started(ADAPTER, self.dims(context), draws, self.hyper.start)
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of the adapter on CE(τ⁻¹·cos(a(I) ⊙ I, T(y)))."""

@@ -16,7 +16,7 @@ from promptfed.shared.tensors.lazy import Tensor, torch
 Pairs = Literal["both", "positive_only", "negative_only"]
 
 
-class FedPGPHyper(pf.ContextHyper):
+class FedPGPHyper(pf.WordsHyper):
     """A learned context, its low-rank adaptation and the weight of the contrastive loss."""
 
     b: int = pf.option(8, "bottleneck: rank of the adaptation U·V (Eq. 9)", ge=1, le=64)
@@ -42,29 +42,29 @@ class FedPGP(pf.SharedContextMethod):
     Hyper = FedPGPHyper
     hyper: FedPGPHyper
     shared = TensorSpec("global_context", ("m", "d_t"))
-    defaults = pf.defaults(25, epochs=2, learning_rate=0.001)
+    defaults = pf.defaults(10, epochs=5, learning_rate=0.001)
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over the global context and the client's own adaptation; sends the global context alone."""
         backbone, hyper = context.backbone, self.hyper
         shared = pf.leaf(payload[self.shared.name], backbone)
         adaptation = pf.leaves(self.adaptation(context, private), backbone)
-        prompts, cross_entropy = pf.class_prompts(context, hyper.m), pf.BatchCrossEntropy(context)
+        prompted, cross_entropy = self.prompted(context), pf.BatchCrossEntropy(context)
         template = pf.template_features(backbone, context.template, context.class_names)
 
         def loss(indices: Tensor) -> Tensor:
             personal = shared + delta(adaptation)
-            z_global, z_personal = backbone.encode_prompts(torch.stack([shared, personal]), prompts)
+            z_global, z_personal = prompted(torch.stack([shared, personal]))
             contrast = contrastive_loss(z_global, template, z_personal, hyper.tau_con, hyper.pairs)
             return cross_entropy(indices, z_personal) + hyper.mu * contrast
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
             personal = copies[0] + delta(dict(zip(adaptation, copies[1:], strict=True)))
-            return cross_entropy.each(indices, backbone.encode_prompts(personal, prompts))
+            return cross_entropy.each(indices, prompted(personal))
 
         def common(parameters: Sequence[Tensor]) -> Tensor:
             personal = parameters[0] + delta(dict(zip(adaptation, parameters[1:], strict=True)))
-            z_global, z_personal = backbone.encode_prompts(torch.stack([parameters[0], personal]), prompts)
+            z_global, z_personal = prompted(torch.stack([parameters[0], personal]))
             return hyper.mu * contrastive_loss(z_global, template, z_personal, hyper.tau_con, hyper.pairs)
 
         final = pf.train(context, [shared, *adaptation.values()], loss, objective=pf.Objective(units, common))
@@ -73,16 +73,18 @@ class FedPGP(pf.SharedContextMethod):
     def adaptation(self, context: pf.ClientContext, private: Tensors) -> Tensors:
         """The client's ``U (m, b)`` and ``V (b, d_t)``, or ``D (m, d_t)`` of full rank: trained, or as it starts.
 
-        Every client draws its own start from N(0, 0.02²), the same one whenever it asks.
+        Every client draws its own start from N(0, 0.02²), the same one whenever it asks. Where contexts are changes of
+        the template's words, V and D start at zero, as then the adaptation does.
         """
         shapes = self._shapes(context.backbone.d_t)
         if private:
             return {name: private[name] for name in shapes}
         draws = pf.generator(context.seed, "fedpgp", context.client)
-        return {name: torch.randn(shape, generator=draws) * pf.INIT_STD for name, shape in shapes.items()}
+        std = {name: 0.0 if self.of_template and name != "U" else pf.INIT_STD for name in shapes}
+        return {name: torch.randn(shape, generator=draws) * std[name] for name, shape in shapes.items()}
 
     def _shapes(self, d_t: int) -> dict[str, tuple[int, int]]:
-        m, b = self.hyper.m, self.hyper.b
+        m, b = self.length, self.hyper.b
         return {"D": (m, d_t)} if self.hyper.full_rank else {"U": (m, b), "V": (b, d_t)}
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
@@ -90,7 +92,7 @@ class FedPGP(pf.SharedContextMethod):
         learned = payload[self.shared.name]
         if private or len(context.train):
             learned = learned + delta(self.adaptation(context, private))
-        return pf.TextPromptClassifier(context, learned)
+        return self.classified(context, learned)
 
 
 def delta(adaptation: Tensors) -> Tensor:

@@ -26,7 +26,7 @@ MOST_ENTRIES = 1 << 22  # of (B, C, g) that are made at once
 TIE = 1e-12  # of the largest squared distance: nearer ones are the same, and the name decides
 
 
-class PFedMoAPHyper(pf.ContextHyper):
+class PFedMoAPHyper(pf.WordsHyper):
     """A learned context, the experts and the gate."""
 
     experts: int = pf.option(9, "K, contexts of other clients that each downloads", ge=0, le=256)
@@ -130,7 +130,7 @@ class PFedMoAP(ClientRowsMethod):
         if trainers < 2:
             log.warning("pfedmoap with %d trainer has no experts: it is promptfl", trainers)
         if trainers > MANY_CLIENTS:
-            size = trainers * self.hyper.m * (context.shape.d_t or 0) * 4 / 1e6
+            size = trainers * self.length * (context.shape.d_t or 0) * 4 / 1e6
             log.warning("pfedmoap keeps the contexts of %d clients in its state: %.0f MB each round", trainers, size)
 
     def payload(
@@ -169,17 +169,17 @@ class PFedMoAP(ClientRowsMethod):
         start, experts = payload[pf.CONTEXT.name], payload[EXPERTS.name]
         kept = {name: tensor for name, tensor in private.items() if name.startswith(GATE)}
         if not len(experts):
-            learned, final = pf.train_context(context, start)
+            learned, final = pf.train_context(context, start, prompted=self.prompted(context))
             return pf.TrainResult({pf.CONTEXT.name: learned}, kept | {OWN: learned}, {"loss": final})
-        backbone, device = context.backbone, context.backbone.device
-        own = pf.leaf(start, backbone)
+        device = context.backbone.device
+        own = pf.leaf(start, context.backbone)
         gate = self._gate(context, kept, trainable=True)
-        prompts, others = pf.class_prompts(context, self.hyper.m), self._texts(context, experts)
+        prompted, others = self.prompted(context), self._texts(context, experts)
         features, labels = context.train.features(), context.train.labels.to(device)
 
         def loss(indices: Tensor) -> Tensor:
             rows = pf.sent_to(indices, device)
-            texts = torch.cat([backbone.encode_prompts(own, prompts).unsqueeze(0), others])
+            texts = torch.cat([prompted(own).unsqueeze(0), others])
             return F.cross_entropy(gate.logits(features[rows], texts), labels[rows])
 
         group = pf.Group(list(gate.parameters.values()), self.hyper.gate_learning_rate, constant=True)
@@ -190,7 +190,7 @@ class PFedMoAP(ClientRowsMethod):
     def _texts(self, context: pf.ClientContext, contexts: Tensor) -> Tensor:
         """Class features ``(k, C, d_e)`` of fixed ``contexts (k, m, d_t)``."""
         with torch.no_grad():
-            return context.backbone.encode_prompts(contexts, pf.class_prompts(context, self.hyper.m))
+            return self.prompted(context)(contexts)
 
     def _gate(self, context: pf.ClientContext, private: Tensors, trainable: bool = False) -> Gate:
         """The client's gate, or the one that all start with: U(±1/√g), as torch's linear layers begin."""
@@ -209,7 +209,7 @@ class PFedMoAP(ClientRowsMethod):
         """Own context, gate and experts; without gate or experts the own context, and before any training the mean."""
         experts, own = payload[EXPERTS.name], private.get(OWN, payload[pf.CONTEXT.name])
         if not len(experts) or not any(name.startswith(GATE) for name in private):
-            return pf.TextPromptClassifier(context, own)
+            return self.classified(context, own)
         texts, gate = self._texts(context, torch.cat([own.unsqueeze(0), experts])), self._gate(context, private)
         at_once = max(1, MOST_ENTRIES // max(1, texts.shape[1] * len(gate.parameters["query.bias"])))
         return pf.FeatureClassifier(

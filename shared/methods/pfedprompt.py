@@ -16,7 +16,7 @@ from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.lazy import F, Tensor, torch
 
 
-class PFedPromptHyper(pf.ContextHyper):
+class PFedPromptHyper(pf.WordsHyper):
     """PromptFL's hyperparameters, and what is made of the memory."""
 
     weight: float = pf.option(1.0, "w, of what the memory adds to the logits", ge=0, le=1e3)
@@ -94,6 +94,6 @@ class PFedPrompt(PromptFL):
         """The shared context's text features, and the client's memory."""
         backbone = context.backbone
         with torch.no_grad():
-            text = backbone.encode_prompts(payload["context"], pf.class_prompts(context, self.hyper.m))
+            text = self.prompted(context)(payload["context"])
         memory = Memory.of(context, self.hyper.per_class)
         return MemoryClassifier(backbone.logit_scale, text, memory, self.hyper)

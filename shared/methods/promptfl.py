@@ -34,11 +34,14 @@ class PromptFL(pf.SharedContextMethod):
     protects = True
     paper = "Guo et al., PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Models, 2023"
     several_labels = True
+    Hyper = pf.WordsHyper
+    hyper: pf.ContextHyper | pf.WordsHyper
+    defaults = pf.defaults(10, epochs=5)
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the global context ``(m, d_t)``; sends the trained one."""
         start = payload["context"]
-        learned, loss = pf.train_context(context, start, self.penalty(context, start))
+        learned, loss = pf.train_context(context, start, self.penalty(context, start), self.prompted(context))
         return pf.TrainResult(update={"context": learned}, metrics={"loss": loss})
 
     def penalty(self, context: pf.ClientContext, start: Tensor) -> pf.Penalty | None:
@@ -57,9 +60,10 @@ PairLoss = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 class PrivateContextMethod(pf.SharedContextMethod):
     """A shared context that is averaged, and a private one ``local_context (m_l, d_t)`` that never leaves its client.
 
-    The private context starts from a common draw N(0, 0.02²), seeded by the federation's seed and the method's name.
-    Trainers that have not trained yet classify with that start. Evaluators have no private context and classify with
-    the shared one alone; trainers are also measured in this way (``global``).
+    The private context starts from a common draw N(0, 0.02²), seeded by the federation's seed and the method's name, or
+    at zero where contexts are changes of the template's words. Trainers that have not trained yet classify with that
+    start. Evaluators have no private context and classify with the shared one alone; trainers are also measured in this
+    way (``global``).
     """
 
     personal = True
@@ -67,12 +71,14 @@ class PrivateContextMethod(pf.SharedContextMethod):
 
     def local_length(self, context: pf.ClientContext) -> int:
         """``m_l``, vectors of the private context: as many as ``m``."""
-        return self.hyper.m
+        return self.length
 
     def local_context(self, context: pf.ClientContext, private: Tensors) -> Tensor:
         """The client's private context ``(m_l, d_t)``: the trained one, or the common start."""
         if LOCAL in private:
             return private[LOCAL]
+        if self.of_template:
+            return torch.zeros(self.local_length(context), context.backbone.d_t)
         drawn = torch.randn(MOST_VECTORS, context.backbone.d_t, generator=pf.generator(context.seed, self.name))
         return drawn[: self.local_length(context)] * pf.INIT_STD
 
@@ -86,7 +92,7 @@ class PrivateContextMethod(pf.SharedContextMethod):
 
     def global_classifier(self, context: pf.ClientContext, shared: Tensor) -> pf.Classifier:
         """Classifies with the shared context ``(m, d_t)`` alone."""
-        return pf.TextPromptClassifier(context, shared)
+        return self.classified(context, shared)
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over both contexts; sends the shared one, keeps the other."""
@@ -115,7 +121,7 @@ class PrivateContextMethod(pf.SharedContextMethod):
         return {"global": self.global_classifier(context, payload[self.shared.name])}
 
 
-class PromptFLProxHyper(pf.ContextHyper):
+class PromptFLProxHyper(pf.WordsHyper):
     """PromptFL's hyperparameters and the weight of the proximal term."""
 
     mu: float = pf.option(1.0, "weight μ of (μ/2)·‖ctx − global‖²; FedProx's own grid ends at 1", ge=0, le=1e6)
@@ -138,7 +144,7 @@ class PromptFLProx(PromptFL):
         return lambda learned, text: self.hyper.mu / 2 * (learned - fixed).square().sum()
 
 
-class PromptFLFTHyper(pf.ContextHyper):
+class PromptFLFTHyper(pf.WordsHyper):
     """PromptFL's hyperparameters and the length of the fine-tuning."""
 
     finetune_epochs: int = pf.option(
@@ -152,13 +158,13 @@ class PromptFLFTHyper(pf.ContextHyper):
 class TunedClassifier(pf.TextPromptClassifier):
     """Classifies with a context ``(m, d_t)`` that was tuned for it."""
 
-    def __init__(self, context: pf.ClientContext, learned: Tensor):
-        super().__init__(context, learned)
-        self._learned = learned
+    def __init__(self, context: pf.ClientContext, learned: Tensor, method: PromptFLFT):
+        super().__init__(context, learned, method.prompted(context))
+        self._learned, self._method = learned, method
 
     def among(self, context: pf.ClientContext) -> TunedClassifier:
         """The same context before other class names."""
-        return TunedClassifier(context, self._learned)
+        return TunedClassifier(context, self._learned, self._method)
 
 
 class PromptFLFT(PromptFL):
@@ -182,17 +188,18 @@ class PromptFLFT(PromptFL):
         learned = payload["context"]
         if len(context.train):
             learned = self._fine_tuned(context, learned)
-        return TunedClassifier(context, learned)
+        return TunedClassifier(context, learned, self)
 
     def _fine_tuned(self, context: pf.ClientContext, start: Tensor) -> Tensor:
         """The context ``(m, d_t)`` after the fine-tuning from the global one, ``start (m, d_t)``."""
         rate = self.hyper.finetune_learning_rate or context.training.learning_rate
         with torch.enable_grad():  # evaluations run without gradients
-            learned, _ = pf.train_context(context.for_tuning(self.hyper.finetune_epochs, rate), start)
+            tuning = context.for_tuning(self.hyper.finetune_epochs, rate)
+            learned, _ = pf.train_context(tuning, start, prompted=self.prompted(tuning))
         return learned
 
 
-class PromptFLPerHyper(pf.ContextHyper):
+class PromptFLPerHyper(pf.WordsHyper):
     """A learned context and where it is divided."""
 
     shared_tokens: int | None = pf.option(
@@ -215,43 +222,49 @@ class PromptFLPer(PrivateContextMethod):
     protects = True
     Hyper = PromptFLPerHyper
     hyper: PromptFLPerHyper
+    defaults = PromptFL.defaults
     shared = TensorSpec("context", ("m_s", "d_t"))
 
     @property
     def shared_length(self) -> int:
         """``m_s``."""
         given = self.hyper.shared_tokens
-        return self.hyper.m // 2 if given is None else given
+        return self.length // 2 if given is None else given
 
     def check(self, spec: pf.FederationSpec) -> None:
         """Both parts must have a vector."""
         super().check(spec)
-        m, m_s = self.hyper.m, self.shared_length
+        m, m_s = self.length, self.shared_length
         if not 0 < m_s < m:
             text = f"of m = {m} context vectors {m_s} would be shared: give 0 < shared_tokens < m"
             raise pf.MethodError(f"{text}, or take promptfl (all are shared) or coop (none is)")
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m_s`` and the text tower's width ``d_t``."""
-        return {"m_s": self.shared_length, "d_t": pf.text_width(self.name, self.hyper.m, context)}
+        return {"m_s": self.shared_length, "d_t": pf.text_width(self.name, self.length, context)}
 
     def local_length(self, context: pf.ClientContext) -> int:
         """The private vectors, which stand next to the class name."""
-        return self.hyper.m - self.shared_length
+        return self.length - self.shared_length
 
     def pair_loss(self, context: pf.ClientContext) -> PairLoss:
         """CE(τ⁻¹·I(x)·T([shared; private], y)): PromptFL's loss of the whole context."""
-        prompts, cross_entropy = pf.class_prompts(context, self.hyper.m), pf.BatchCrossEntropy(context)
+        prompted, cross_entropy = self.prompted(context), pf.BatchCrossEntropy(context)
 
         def loss(indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
-            return cross_entropy(indices, context.backbone.encode_prompts(torch.cat([shared, local]), prompts))
+            return cross_entropy(indices, prompted(torch.cat([shared, local])))
 
         return loss
 
     def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> pf.TextPromptClassifier:
         """Classifies with the whole context."""
-        whole = torch.cat([shared.cpu(), local.cpu()])
-        return pf.TextPromptClassifier(context, whole)
+        return self.classified(context, torch.cat([shared.cpu(), local.cpu()]))
+
+    def global_classifier(self, context: pf.ClientContext, shared: Tensor) -> pf.TextPromptClassifier:
+        """Classifies with the shared part alone; of a template the private words are as they were."""
+        if self.of_template:
+            return self.personal_classifier(context, shared, self.local_context(context, {}))
+        return pf.TextPromptClassifier(context, shared)
 
 
 class CoOp(pf.ContextMethod):
@@ -263,6 +276,9 @@ class CoOp(pf.ContextMethod):
     several_labels = True
     personal = True
     unprotected = "it sends nothing up; withhold evaluations"
+    Hyper = pf.WordsHyper
+    hyper: pf.WordsHyper
+    defaults = PromptFL.defaults
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """Empty: the coordinator holds nothing."""
@@ -280,15 +296,15 @@ class CoOp(pf.ContextMethod):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the client's own context; sends no tensor."""
-        learned, loss = pf.train_context(context, self.current(context, private))
+        learned, loss = pf.train_context(context, self.current(context, private), prompted=self.prompted(context))
         return pf.TrainResult(update={}, private={"context": learned}, metrics={"loss": loss})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
         """Classifies with the client's context; evaluators, which do not train, use the common start."""
-        return pf.TextPromptClassifier(context, self.current(context, private))
+        return self.classified(context, self.current(context, private))
 
 
-class FedKgCoOpHyper(pf.ContextHyper):
+class FedKgCoOpHyper(pf.WordsHyper):
     """PromptFL's hyperparameters and the weight of the knowledge-guided term."""
 
     w: float = pf.option(8.0, "weight of 1 − mean cosine to the template's text features; KgCoOp's λ", ge=0, le=1e6)
@@ -315,7 +331,7 @@ class FedKgCoOp(PromptFL):
         return lambda learned, text: self.hyper.w * (1 - (text * known).sum(dim=-1).mean())
 
 
-class PromptFolioHyper(pf.ContextHyper):
+class PromptFolioHyper(pf.WordsHyper):
     """A learned context and how much the private one counts."""
 
     theta: float = pf.option(
@@ -342,26 +358,24 @@ class PromptFolio(PrivateContextMethod):
 
     def pair_loss(self, context: pf.ClientContext) -> PairLoss:
         """CE of τ⁻¹·⟨I(x), h⟩; both contexts are encoded in one pass."""
-        prompts, cross_entropy = pf.class_prompts(context, self.hyper.m), pf.BatchCrossEntropy(context)
+        prompted, cross_entropy = self.prompted(context), pf.BatchCrossEntropy(context)
 
         def loss(indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
-            text = context.backbone.encode_prompts(torch.stack([shared, local]), prompts)
-            return cross_entropy(indices, mixed(text, self.hyper.theta))
+            return cross_entropy(indices, mixed(prompted(torch.stack([shared, local])), self.hyper.theta))
 
         return loss
 
     def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> pf.TextFeatureClassifier:
         """Logits (1 − θ)·logit^G + θ·logit^L."""
-        backbone, prompts = context.backbone, pf.class_prompts(context, self.hyper.m)
         with torch.no_grad():
-            text = backbone.encode_prompts(torch.stack([shared, local]), prompts)
-        return pf.TextFeatureClassifier(backbone.logit_scale, mixed(text, self.hyper.theta))
+            text = self.prompted(context)(torch.stack([shared, local]))
+        return pf.TextFeatureClassifier(context.backbone.logit_scale, mixed(text, self.hyper.theta))
 
 
 MESSAGE = TensorSpec("message", ("m", "d_t"))
 
 
-class PromptFLAMPHyper(pf.ContextHyper):
+class PromptFLAMPHyper(pf.WordsHyper):
     """A learned context, and how much others' count."""
 
     sigma: float | None = pf.option(
@@ -395,6 +409,7 @@ class PromptFLAMP(ClientRowsMethod):
     protects = True
     Hyper = PromptFLAMPHyper
     hyper: PromptFLAMPHyper
+    defaults = PromptFL.defaults
     disclosures = (
         pf.Disclosed("operator", "this client's last context by itself, kept until its updates are deleted"),
         pf.Disclosed(
@@ -438,7 +453,8 @@ class PromptFLAMP(ClientRowsMethod):
         def held(learned: Tensor, text: Tensor) -> Tensor:
             return weight / 2 * (learned - mixture).square().sum()
 
-        learned, loss = pf.train_context(context, self._own(payload, private), held if weight else None)
+        start, prompted = self._own(payload, private), self.prompted(context)
+        learned, loss = pf.train_context(context, start, held if weight else None, prompted)
         return pf.TrainResult({pf.CONTEXT.name: learned}, {pf.CONTEXT.name: learned}, {"loss": loss})
 
     def _own(self, payload: Tensors, private: Tensors) -> Tensor:
@@ -446,4 +462,4 @@ class PromptFLAMP(ClientRowsMethod):
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
         """With the client's own context; with what it was sent where it has trained none."""
-        return pf.TextPromptClassifier(context, self._own(payload, private))
+        return self.classified(context, self._own(payload, private))

@@ -223,7 +223,7 @@ class TrainingSpec(Section):
     learning_rate: Annotated[float, Field(gt=0, le=1000)] = 0.002
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 5e-4
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "cosine"] = "cosine"
     augmentation: Annotated[
         Literal["none", "crop_flip"],
         left_out(

@@ -26,7 +26,7 @@ SAMPLE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
 
 def test_what_is_omitted_takes_the_defaults() -> None:
     spec = resolve_spec(GOOD)
-    assert spec.method == {"name": "promptfl", "label_space": "federation", "m": 16, "context_init": None}
+    assert spec.method == {"name": "promptfl", "label_space": "federation", "m": None, "context_init": None}
     assert spec.training.optimizer == "sgd"
     assert (spec.training.momentum, spec.training.weight_decay) == (0.9, 5e-4)
     assert resolve_spec({"name": "z", "method": {"name": "zero_shot"}}).rounds == 1
@@ -284,17 +284,18 @@ def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alo
         ("fedpgp", 0.001, 0.01),
         ("coop", 0.002, 0.01),
         ("fedvpt", 0.002, 0.64),  # visual prompts
-        ("fedclip", 5e-5, 5e-3),  # Adam
+        ("fedclip", 4e-4, 0.002),  # 0.2/d_e
         ("fedlora", 2e-4, 0.02),  # AdamW
         ("pfedpg", 0.25, 0.25),  # large already
         ("fedavg", 1e-5, 1e-4),  # the pretrained weights themselves
         ("perfedavg", 1e-3, 1e-3),  # the same with SGD
         ("fedlp", 0.002, 0.002),  # without a rate
-        ("fedtaskres", 0.1, 0.1),  # relative to the features' width
+        ("fedtaskres", 0.03, 0.15),  # 1.5 logits
+        ("fedclipadapter", 0.1, 0.1),  # relative to the features' width
     ):
         assert (rate(method, backbone=on_vit), rate(method)) == (paper, embedded)
     on_emoji = {"model": "promptfed-emoji", "pretrained": "embedded"}
-    assert (rate("fedpgp", backbone=on_emoji), rate("fedclip", backbone=on_emoji)) == (0.001, 5e-3)
+    assert (rate("fedpgp", backbone=on_emoji), rate("fedclip", backbone=on_emoji)) == (0.001, 0.002)
     assert (rate("coop", backbone=on_emoji), rate("fedmaple", backbone=on_emoji)) == (0.002, 0.035)
 
 

@@ -103,6 +103,18 @@ class PromptTokenizer:
             [self._insert(n, row, start, context_length, placeholder) for n, row in zip(names, ids, strict=True)]
         ), start
 
+    def template_ids(self, texts: Sequence[str], words: str, most: int) -> tuple[torch.Tensor, int, int]:
+        """Token ids `(C, L)` of whole texts that begin with `words`, and where their last tokens, at most `most`, are.
+
+        Returns ids, the position of the first of these tokens, and how many there are: 0 if all texts share none.
+        """
+        ids, known = self.texts(texts), self.words(words) if words.strip() else torch.zeros(0, dtype=torch.long)
+        lead = 1 if self._simple or int(ids[0, 0]) in self._special else 0
+        known = known[: ids.shape[1] - lead]
+        same = (ids[:, lead : lead + len(known)] == known).all(dim=0).long().cumprod(dim=0)
+        shared = int(same.sum())
+        return ids, lead + max(0, shared - most), min(shared, most)
+
     def _simple_row(self, name: str, text: str, context_length: int) -> tuple[str, torch.Tensor]:
         tokens = [int(i) for i in self._tokenizer.encode(text)]
         if len(tokens) + 2 + context_length > self._length:
@@ -143,7 +155,13 @@ def make_class_prompts(
     if context_length < 1:
         raise BackboneError(f"A context of {context_length} tokens was asked for: use at least 1.")
     ids, start = tokenizer.class_ids(class_names, context_length)
-    end = pooled_position(ids)
+    return prompts_of(class_names, ids, start, context_length, pooled_position(ids))
+
+
+def prompts_of(
+    class_names: Sequence[str], ids: torch.Tensor, start: int, context_length: int, end: torch.Tensor
+) -> ClassPrompts:
+    """The prompts of token ids `(C, L)` with their pooled positions `(C,)`."""
     buckets: dict[int, list[int]] = {}
     for index, position in enumerate(end.tolist()):
         buckets.setdefault(position, []).append(index)

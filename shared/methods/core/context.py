@@ -16,6 +16,7 @@ from promptfed.shared.methods.core.interface import (
     ServerContext,
     Split,
     option,
+    spoken,
 )
 from promptfed.shared.methods.core.training import ClassificationLoss, leaf, train
 from promptfed.shared.seeds import Draws
@@ -42,6 +43,23 @@ class ContextHyper(Hyperparameters):
     context_init: str | None = option(
         None, "words whose token embeddings start the context; default: N(0, 0.02²)", max_length=200
     )
+
+
+TEMPLATE_WORDS = 4  # vectors for the last words of a template before its class name
+PLAIN = "a photo of a {}."
+
+
+class WordsHyper(Hyperparameters):
+    """Hyperparameters of a learned context that is the template's words, changed, unless ``m`` is given."""
+
+    m: int | None = option(
+        None,
+        "number of context vectors, which start as N(0, 0.02²); left out: changes of the template's last "
+        f"{TEMPLATE_WORDS} words before {{}}, which start at zero, so that round 0 is zero-shot",
+        ge=1,
+        le=64,
+    )
+    context_init: str | None = option(None, "words whose token embeddings start the context, with m", max_length=200)
 
 
 def cosine_logits(scale: float, features: Tensor, indices: Tensor, text: Tensor) -> Tensor:
@@ -78,59 +96,113 @@ class TextFeatureClassifier:
         return {"class_weights": self._text}
 
 
+class Prompted:
+    """Text features ``(..., C, d_e)`` of a task's candidates under contexts ``(..., m, d_t)`` before their names.
+
+    ``of_template``: the vectors are changes of the embeddings of the template's last words before ``{}``. There zero is
+    zero-shot, and of more vectors than words the last ones count. A template without words there has those of `PLAIN`.
+    """
+
+    def __init__(self, context: ClientContext, m: int, of_template: bool = False):
+        self._backbone, names = context.backbone, context.class_names
+        self._words: Tensor | None = None
+        if not of_template:
+            self._prompts = class_prompts(context, m)
+            return
+        for template in (context.template, PLAIN):
+            texts, words = [template.replace("{}", spoken(name)) for name in names], template.partition("{}")[0]
+            self._prompts = self._backbone.template_prompts(names, texts, words, m)
+            if self._prompts.context_length:
+                break
+        self._words = self._backbone.words_of(self._prompts)
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """Normalised text features; gradients flow to ``vectors``."""
+        if self._words is not None:
+            vectors = self._words + vectors[..., -len(self._words) :, :].to(self._words.device)
+        return self._backbone.encode_prompts(vectors, self._prompts)
+
+
 class TextPromptClassifier(TextFeatureClassifier):
     """Cosine logits of image features and the text features of one context: τ⁻¹·I(x)·T(ctx, y)."""
 
-    def __init__(self, context: ClientContext, vectors: Tensor):
-        """vectors: the context ``(m, d_t)`` before the candidates' names."""
-        backbone = context.backbone
+    def __init__(self, context: ClientContext, vectors: Tensor, prompted: Prompted | None = None):
+        """vectors: the context ``(m, d_t)`` before the candidates' names; by default it is no change of words."""
         with torch.no_grad():
-            text = backbone.encode_prompts(vectors.to(backbone.device), class_prompts(context, len(vectors)))
-        super().__init__(backbone.logit_scale, text)
+            text = (prompted or Prompted(context, len(vectors)))(vectors.to(context.backbone.device))
+        super().__init__(context.backbone.logit_scale, text)
 
 
 class ContextMethod(Method):
     """Base of methods that learn one context ``(m, d_t)``, which precedes every class name."""
 
-    Hyper = ContextHyper
-    hyper: ContextHyper
+    Hyper: ClassVar[type[Hyperparameters]] = ContextHyper
+    hyper: ContextHyper | WordsHyper
     shared: ClassVar[TensorSpec] = CONTEXT  # the context in the global state
+
+    @property
+    def of_template(self) -> bool:
+        """Whether the context is a change of the template's words."""
+        return self.hyper.m is None
+
+    @property
+    def length(self) -> int:
+        """m, the number of context vectors."""
+        return self.hyper.m or TEMPLATE_WORDS
 
     @property
     def shared_length(self) -> int:
         """The number of context vectors in the global state."""
-        return self.hyper.m
+        return self.length
 
     def check(self, spec: FederationSpec) -> None:
-        """Refuse an empty ``context_init``."""
-        if self.hyper.context_init is not None and not self.hyper.context_init.strip():
-            raise MethodError("context_init is empty: give words, or leave it out for a random start")
+        """Refuse an empty ``context_init``, and one without a number of vectors."""
+        words = self.hyper.context_init
+        if words is not None and not words.strip():
+            raise MethodError("context_init is empty: give words, or leave it out")
+        if words is not None and self.of_template:
+            raise MethodError("context_init takes m, the number of vectors, of which the last are its words: give both")
 
     @property
     def prompt_length(self) -> int:
         """As many as ``m``."""
-        return self.hyper.m
+        return self.length
+
+    def prompted(self, context: ClientContext) -> Prompted:
+        """What makes text features of contexts ``(m, d_t)``."""
+        return Prompted(context, self.length, self.of_template)
+
+    def classified(self, context: ClientContext, vectors: Tensor) -> TextPromptClassifier:
+        """Classifies with the context ``(m, d_t)``."""
+        return TextPromptClassifier(context, vectors, self.prompted(context))
 
     def dims(self, context: ServerContext) -> dict[str, int]:
         """``m`` and the text tower's width ``d_t``."""
-        return {"m": self.hyper.m, "d_t": text_width(self.name, self.hyper.m, context)}
+        return {"m": self.length, "d_t": text_width(self.name, self.length, context)}
 
     def initial_state(self, context: ServerContext, draws: Draws) -> Tensors:
-        """A context drawn from N(0, 0.02²); NeedsBackbone if it starts from words."""
+        """Zero changes of the template, or a context from N(0, 0.02²); NeedsBackbone if it starts from words."""
         if self.hyper.context_init is not None:
             raise NeedsBackbone(
                 f"the context starts from the words {self.hyper.context_init!r}, which takes a backbone: create the "
                 "federation with `promptfed federation create`, or PUT the tensors to its initial-state"
             )
-        width = self.dims(context)["d_t"]
-        return {self.shared.name: draws.normal(self.shared_length, width) * INIT_STD}
+        shape = self.shared_length, self.dims(context)["d_t"]
+        if self.of_template:
+            return {self.shared.name: draws.xp.zeros(shape, dtype=draws.xp.float32)}
+        return {self.shared.name: draws.normal(*shape) * INIT_STD}
 
     def initial_state_with(self, backbone: Backbone, context: ServerContext, draws: Draws) -> Tensors:
         """The initial state, made with a backbone."""
         return {self.shared.name: self.start(backbone, draws)}
 
     def start(self, backbone: Backbone, draws: Draws) -> Tensor:
-        """The state's context ``(m, d_t)``: its last vectors are embeddings of the given words, the others random."""
+        """The state's context ``(m, d_t)``: its last vectors are embeddings of the given words, the others random.
+
+        Zeros where it is a change of the template's words.
+        """
+        if self.of_template:
+            return torch.zeros(self.shared_length, backbone.d_t)
         if self.hyper.context_init is None:
             random: Tensor = draws.normal(self.shared_length, backbone.d_t) * INIT_STD
             return random
@@ -150,7 +222,7 @@ class SharedContextMethod(ContextMethod):
 
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
         """Classifies with the global context."""
-        return TextPromptClassifier(context, payload[self.shared.name])
+        return self.classified(context, payload[self.shared.name])
 
 
 def text_width(method: str, m: int, context: ServerContext) -> int:
@@ -192,17 +264,16 @@ class BatchCrossEntropy:
         return self._loss.each(logits, self._labels[some])
 
 
-def train_context(context: ClientContext, start: Tensor, penalty: Penalty | None = None) -> tuple[Tensor, float]:
+def train_context(
+    context: ClientContext, start: Tensor, penalty: Penalty | None = None, prompted: Prompted | None = None
+) -> tuple[Tensor, float]:
     """Train a context from ``start (m, d_t)`` on CE(τ⁻¹·I(x)·T(ctx, y)) + penalty(ctx, T).
 
-    Returns the trained context ``(m, d_t)`` on the CPU and the mean loss of the last epoch.
+    ``prompted`` makes T of it; by default it is no change of words. Returns the trained context ``(m, d_t)`` on the CPU
+    and the mean loss of the last epoch.
     """
-    backbone = context.backbone
-    learned = leaf(start, backbone)
-    prompts, cross_entropy = class_prompts(context, len(start)), BatchCrossEntropy(context)
-
-    def encoded(vectors: Tensor) -> Tensor:
-        return backbone.encode_prompts(vectors, prompts)
+    learned, cross_entropy = leaf(start, context.backbone), BatchCrossEntropy(context)
+    encoded = prompted or Prompted(context, len(start))
 
     def loss(indices: Tensor) -> Tensor:
         text = encoded(learned)

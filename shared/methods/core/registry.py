@@ -16,16 +16,24 @@ from promptfed.shared.methods.core.interface import Method, needs_torch_always
 from promptfed.shared.tensors import TensorSpec
 
 TINY, EMOJI = ("promptfed-tiny", "embedded"), ("promptfed-emoji", "embedded")
-FACTORS = {TINY: {"sgd": 10, "adam": 100, "adamw": 100}, EMOJI: {"adam": 100, "adamw": 100}}
+FACTORS = {TINY: {"sgd": 10, "adamw": 100}, EMOJI: {"adamw": 100}}
 TOWER_FACTORS = {TINY: {"adam": 10, "adamw": 10}}  # of methods that train the image tower's weights
 CONTEXT_FACTOR = 5  # of CoOp's rate, on promptfed-tiny
 SMALL = 0.01  # rates from here on are not multiplied: they are of methods that scale them
 USUAL = 0.002  # the rate of methods that give none
 SWEPT = {
-    TINY: {"promptfl": 0.1, "fedvpt": 0.64, "fedvpt_deep": 2.0, "singleset_vpt": 0.64},
-    EMOJI: {"fedmaple": 0.035},
+    TINY: {
+        "promptfl": 0.1,
+        "fedvpt": 0.64,
+        "fedvpt_deep": 2.0,
+        "singleset_vpt": 0.64,
+        "fedclip": 0.002,
+        "fedtaskres": 0.15,
+    },
+    EMOJI: {"fedmaple": 0.035, "fedclip": 0.002, "fedtaskres": 0.11},
 }
-"""Rates of their own: promptfl's from an earlier sweep with ten rounds, and those of visual prompts."""
+"""Rates of their own. fedclip's is 0.2/d_e, and fedtaskres's 1.5/(α·scale), so a step moves a logit by 1.5 at most:
+for the usual d_e of 512 and scale of 100 they are the methods' defaults."""
 
 
 def swept_for(method: type[Method]) -> list[dict[str, Any]]:
@@ -52,16 +60,16 @@ def _rate(method: type[Method], backbone: tuple[str, str]) -> float | None:
     given, optimizer = training.get("learning_rate", USUAL), training.get("optimizer", "sgd")
     has_rate = "learning_rate" in training or "m" in fields
     own = method.__module__.startswith("promptfed.shared.methods.")
+    swept, factor = SWEPT.get(backbone, {}), FACTORS.get(backbone, {}).get(optimizer)
+    if own and method.name in swept:
+        return swept[method.name]
     if given >= SMALL or not (has_rate and own):
         return None
-    swept, factor = SWEPT.get(backbone, {}), FACTORS.get(backbone, {}).get(optimizer)
     if "trainable" in fields:
         factor = TOWER_FACTORS.get(backbone, {}).get(optimizer)
     elif (backbone, optimizer, given) == (TINY, "sgd", USUAL):
         factor = CONTEXT_FACTOR
-    if factor is None or method.name in swept:
-        return swept.get(method.name)
-    return float(f"{given * factor:.3g}")
+    return None if factor is None else float(f"{given * factor:.3g}")
 
 
 GROUP = "promptfed.methods"

@@ -7,9 +7,11 @@ from promptfed.shared.methods.core.context import ContextHyper as ContextHyper
 from promptfed.shared.methods.core.context import ContextMethod as ContextMethod
 from promptfed.shared.methods.core.context import FeatureClassifier as FeatureClassifier
 from promptfed.shared.methods.core.context import Penalty as Penalty
+from promptfed.shared.methods.core.context import Prompted as Prompted
 from promptfed.shared.methods.core.context import SharedContextMethod as SharedContextMethod
 from promptfed.shared.methods.core.context import TextFeatureClassifier as TextFeatureClassifier
 from promptfed.shared.methods.core.context import TextPromptClassifier as TextPromptClassifier
+from promptfed.shared.methods.core.context import WordsHyper as WordsHyper
 from promptfed.shared.methods.core.context import class_prompts as class_prompts
 from promptfed.shared.methods.core.context import cosine_logits as cosine_logits
 from promptfed.shared.methods.core.context import text_width as text_width

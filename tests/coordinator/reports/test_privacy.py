@@ -33,7 +33,7 @@ def read(client: ScriptedClient, what: str, **asked: Any) -> httpx.Response:
 
 @pytest.mark.both_databases
 def test_what_a_client_has_spent_is_told_to_it_and_to_the_operator(coordinator: InThread) -> None:
-    federation, (a, b), (task, _) = open_first_phase(coordinator, privacy=SAMPLE)
+    federation, (a, b), (task, _) = open_first_phase(coordinator, training={"epochs": 1}, privacy=SAMPLE)
     units = coordinator.get(f"{federation}/clients")["clients"][0]["num_samples"]
     before = coordinator.get(f"{federation}/privacy")
     told = [(one["client"], one["spent"], one["last"]) for one in before["clients"]]
@@ -57,7 +57,9 @@ def test_what_a_client_has_spent_is_told_to_it_and_to_the_operator(coordinator: 
 
 @pytest.mark.both_databases
 def test_the_page_of_all_clients_is_what_each_of_them_is_told(coordinator: InThread) -> None:
-    federation, clients, tasks = open_first_phase(coordinator, privacy=SAMPLE, rounds=3, evaluation={"every": 1})
+    federation, clients, tasks = open_first_phase(
+        coordinator, training={"epochs": 1}, privacy=SAMPLE, rounds=3, evaluation={"every": 1}
+    )
     a, b = clients
     units = coordinator.get(f"{federation}/clients")["clients"][0]["num_samples"]
     third = 1 / 3
@@ -84,7 +86,7 @@ def test_the_page_of_all_clients_is_what_each_of_them_is_told(coordinator: InThr
 
 
 def test_what_a_client_plans_is_stored_shown_and_held_against_its_updates(coordinator: InThread) -> None:
-    federation = coordinator.create(privacy=SAMPLE | {"noise_multiplier": None, "epsilon": 5.0})
+    federation = coordinator.create(training={"epochs": 1}, privacy=SAMPLE | {"noise_multiplier": None, "epsilon": 5.0})
     token = coordinator.token(federation)
     clients = [ScriptedClient(coordinator.http, federation, name) for name in ("a", "b")]
     for wrong in ({"units": 11}, {"units": 9}):
@@ -111,7 +113,7 @@ def test_a_federation_without_protection_takes_no_plan_and_is_told_so(coordinato
 
 
 def test_refused_tasks_of_budgets_and_policies_are_counted_by_kind(coordinator: InThread) -> None:
-    federation, (a, b), (task, other) = open_first_phase(coordinator, privacy=SAMPLE)
+    federation, (a, b), (task, other) = open_first_phase(coordinator, training={"epochs": 1}, privacy=SAMPLE)
     for client, asked, why in ((a, task, "privacy-budget-exhausted"), (b, other, "MethodError")):
         url = f"{client.path}/tasks/{asked['task_id']}/failure"
         told = client.http.post(url, json={"type": why, "detail": "no"}, headers=client.headers)

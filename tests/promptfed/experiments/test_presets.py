@@ -65,6 +65,21 @@ def test_printed_means_are_those_of_their_rows_or_left_out_and_told(name: str) -
                 assert abs(expected - printed) <= 0.02, (panel, label)
 
 
+PINNED = {"m", "start"}  # hyperparameters that say where training starts
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_says_what_our_defaults_may_change(name: str) -> None:
+    preset = read_preset(name)
+    for entry in preset.bench((0,), panel=preset.panels()[0]).entries:
+        given = entry.spec({"name": "x", "class_names": ["a", "b"], **preset.spec}, preset.m)
+        assert {"epochs", "batch_size", "learning_rate", "schedule"} <= set(given["training"]), entry.label
+        assert "rounds" in given
+        fields = METHODS[given["method"]["name"]].Hyper.model_fields
+        starts = {option for option in PINNED & set(fields) if option == "start" or fields[option].default is None}
+        assert starts <= set(given["method"]) or given["method"]["name"] == "fedtpg", entry.label
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_a_preset_is_of_a_paper_whose_method_is_here(name: str) -> None:
     """FLiP compares others' methods."""

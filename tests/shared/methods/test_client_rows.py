@@ -287,7 +287,7 @@ def test_what_pfedmoap_sends_trains_and_says(caplog: pytest.LogCaptureFixture) -
     def size(specs: Any) -> int:
         return sum(torch.Size(spec.resolve(dims)).numel() * 4 for spec in specs)
 
-    assert (size(phase.down), size(phase.up)) == (327_680, 32_768)
+    assert (size(phase.down), size(phase.up)) == (81_920, 8_192)
     spec = resolve_spec({"name": "x", "method": {"name": "pfedmoap"}, "backbone": {"model": "ViT-B-16"}})
     training = spec.training
     assert (spec.rounds, training.epochs, training.batch_size, training.learning_rate) == (10, 5, 16, 0.002)

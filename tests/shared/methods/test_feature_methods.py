@@ -25,7 +25,7 @@ from tests.support.equality import assert_moved_equally, assert_values
 RATE, ALPHA, REDUCTION = 0.2, 0.4, 16
 
 
-SETTINGS = {"name": "fedclipadapter", "alpha": ALPHA, "reduction": REDUCTION}
+SETTINGS = {"name": "fedclipadapter", "alpha": ALPHA, "reduction": REDUCTION, "start": "random"}
 
 
 def server(d_e: int) -> pf.ServerContext:
@@ -55,7 +55,8 @@ def logits_by_hand(context: pf.ClientContext, adapter: Tensors, rows: Tensor) ->
 
 
 def test_training_equals_the_equations(backbone: Backbone, make_context: Make) -> None:
-    context = make_context(5, round=2, epochs=1, batch_size=3, learning_rate=RATE, momentum=0.9, weight_decay=1e-3)
+    steps = {"epochs": 1, "batch_size": 3, "learning_rate": RATE, "schedule": "constant"}
+    context = make_context(5, round=2, momentum=0.9, weight_decay=1e-3, **steps)
     payload = start(backbone)
     found = make_method(SETTINGS).train(context, payload, {}).update
     draws = generator(3, 2, "train", "hospital-a", "batches")
@@ -90,16 +91,36 @@ def test_the_classifier_scores_blended_features(backbone: Backbone, make_context
 
 
 def test_the_start() -> None:
-    state = make_method({"name": "fedclipadapter"}).initial_state(server(512), initial_draws(3))
-    assert float(abs(state["image_w1"]).max()) <= 512**-0.5
-    assert 0.9 * 128**-0.5 < float(abs(state["image_w2"]).max()) <= 128**-0.5
+    drawn, zero = (
+        make_method({"name": "fedclipadapter", "start": start}).initial_state(server(512), initial_draws(3))
+        for start in ("random", "zero_shot")
+    )
+    assert float(abs(drawn["image_w1"]).max()) <= 512**-0.5
+    assert 0.9 * 128**-0.5 < float(abs(drawn["image_w2"]).max()) <= 128**-0.5
+    assert zero["image_w1"].equal(drawn["image_w1"])
+    assert not zero["image_w2"].any()
+
+
+def test_a_second_layer_of_zeros_is_trained_towards_what_lowers_the_loss(
+    backbone: Backbone, make_context: Make
+) -> None:
+    context = make_context(5, epochs=1, batch_size=5, learning_rate=RATE, momentum=0.0, weight_decay=0.0)
+    payload = start(backbone) | {"image_w2": torch.zeros(backbone.d_e, backbone.d_e // REDUCTION)}
+    found = make_method(SETTINGS).train(context, payload, {}).update["image_w2"]
+    rows, nudge = torch.arange(5), 1e-3 * torch.sign(found)
+
+    def loss(adapter: Tensors) -> float:
+        return float(torch.nn.functional.cross_entropy(logits_by_hand(context, adapter, rows), context.train.labels))
+
+    assert found.any(dim=1).float().mean() > 0.9
+    assert loss(payload | {"image_w2": nudge}) < loss(payload)
 
 
 # FedCLIP against its adapter written out, coordinate by coordinate.
 
 
 def start_of_fedclip(backbone: Backbone) -> Tensors:
-    return make_method({"name": "fedclip"}).initial_state(server(backbone.d_e), initial_draws(3))
+    return make_method({"name": "fedclip", "start": "random"}).initial_state(server(backbone.d_e), initial_draws(3))
 
 
 def literally_of_fedclip(adapter: Tensors, feature: Tensor) -> Tensor:
@@ -197,9 +218,8 @@ def slope(context: pf.ClientContext, residual: Tensor, rows: Tensor) -> Tensor:
 
 
 def test_training_equals_the_equations_of_fedtaskres(backbone: Backbone, make_context: Make) -> None:
-    context = make_context(
-        6, round=2, epochs=2, batch_size=4, learning_rate=RATE_FEDTASKRES, momentum=0.9, weight_decay=1e-3
-    )
+    steps = {"epochs": 2, "batch_size": 4, "learning_rate": RATE_FEDTASKRES, "schedule": "constant"}
+    context = make_context(6, round=2, momentum=0.9, weight_decay=1e-3, **steps)
     start = some_residual(backbone.d_e)
     method = make_method({"name": "fedtaskres", "alpha": ALPHA_FEDTASKRES})
     found = method.train(context, {"residual": start}, {}).update["residual"]

@@ -93,9 +93,9 @@ def test_promptfl_ft_tunes_on_its_own_label_space_once_for_all_test_sets(
     spaces: list[tuple[str, ...]] = []
     train_context = pf.train_context
 
-    def counted(context: pf.ClientContext, start: Tensor) -> tuple[Tensor, float]:
+    def counted(context: pf.ClientContext, start: Tensor, **how: Any) -> tuple[Tensor, float]:
         spaces.append(context.class_names)
-        return train_context(context, start)
+        return train_context(context, start, **how)
 
     monkeypatch.setattr(pf, "train_context", counted)
     context, payload = replace(make_context(8), label_space=NAMES), {"context": start_context(backbone)}
@@ -315,7 +315,8 @@ def test_cosine_schedule_runs_over_the_rounds() -> None:
     assert [learning_rate(cosine, r, 4) for r in (1, 2, 3, 4)] == pytest.approx(
         [0.2 * (1 + math.cos(math.pi * k / 4)) for k in range(4)]
     )
-    assert learning_rate(TrainingSpec(learning_rate=0.4), 3, 4) == 0.4
+    assert learning_rate(TrainingSpec(learning_rate=0.4), 3, 4) == learning_rate(cosine, 3, 4), "the default"
+    assert learning_rate(TrainingSpec(schedule="constant", learning_rate=0.4), 3, 4) == 0.4
 
 
 def test_batches_cover_every_epoch_once() -> None:
