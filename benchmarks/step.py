@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness import in_words, machine, medians, parser, table, write
 from promptfed.shared.clip import Backbone, BackboneError, ClassPrompts, load_backbone, shape_of
+from promptfed.shared.clip.embedded import EMBEDDED
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import ClientContext, Method, Protection, ServerContext
 from promptfed.shared.privacy.noise import SeededNoise
@@ -110,7 +111,12 @@ NO_WORK = ("aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::lift_f
 
 
 def narrow(model: str) -> Backbone:
-    """A backbone with the blocks of ``model``'s towers, but narrow: the operations are the same, and soon done."""
+    """A backbone with the blocks of ``model``'s towers, but narrow: the operations are the same, and soon done.
+
+    Embedded ones are narrow.
+    """
+    if model in EMBEDDED:
+        return random_backbone(model)
     import open_clip
 
     config = open_clip.get_model_config(model)

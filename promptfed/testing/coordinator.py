@@ -114,7 +114,8 @@ class RealCoordinator(OperatorCalls):
         **options: fields of `promptfed.coordinator.settings.Settings`.
     """
 
-    def __init__(self, folder: Path, **options: Any):
+    def __init__(self, folder: Path | str, **options: Any):
+        folder = Path(folder)
         self.settings = Settings(data_dir=folder, **options)
         self.app = create_app(self.settings)
         self.http = self.serve()
@@ -154,7 +155,7 @@ class LocalCoordinator(RealCoordinator):
 
 
 @contextmanager
-def local_coordinator(folder: Path, **options: Any) -> Iterator[LocalCoordinator]:
+def local_coordinator(folder: Path | str, **options: Any) -> Iterator[LocalCoordinator]:
     """A coordinator that runs for the length of the block."""
     coordinator = LocalCoordinator(folder, **options)
     try:

@@ -181,6 +181,17 @@ def test_the_command_prints_a_table_and_writes_all_numbers(
     assert report["provenance"]["threads"] == 1
 
 
+def test_operations_of_the_default_models_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step, "METHODS", ("promptfl",))
+    monkeypatch.setattr(sys, "argv", ["step", "--operations", "--classes", "2", "--batch", "2"])
+    step.main()
+    counted = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [case["model"] for case in counted] == ["ViT-B-16", "promptfed-tiny"]
+    assert all(100 < case["operations"]["gpu"] < case["operations"]["plain"] for case in counted)
+
+
 @pytest.fixture(scope="module")
 def narrow() -> Backbone:
     torch.set_num_threads(1)

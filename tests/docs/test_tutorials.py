@@ -1,4 +1,7 @@
-"""The tutorials and guides are run as they stand: shell blocks by bash, Python blocks in this process."""
+"""README, tutorials and guides are run as they stand: shell blocks by bash, Python blocks in this process.
+
+A block of any page is run by a test or says why it is not; CONTRIBUTING has a test of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -26,24 +30,24 @@ from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 
 DOCS = ROOT / "docs"
-TESTED = ("tutorials", "guides")  # every shell block of these is run, or says why it is not
 NOT_RUN = "<!-- not run: "  # before a block that needs a cluster, a GPU or a site of its own; the reason follows
-COMMANDS = r"promptfed|python3?|pip|make|pytest|curl|docker|kubectl|tar|pg_\w+|openssl"
+SHELL = ("bash", "sh", "shell")
+BLOCK = re.compile(r"(^ *<!-- [^\n]* -->\n)?^( *)```(\w*)[^\n]*\n(.*?)^\2```", re.DOTALL | re.MULTILINE)
+COMMANDS = (
+    r"promptfed|python3?|pip|make|pytest|curl|docker|kubectl|tar|pg_\w+|openssl|git|ssh-keygen|sha256sum|\.venv/\S+"
+)
 COMMAND = re.compile(rf"(?:\$ )?(?:{COMMANDS})(?: |$)")
 # A failing line must end the script, and what it started must end with it.
 GUARD = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n"
 
 
-def shell_blocks(page: Path) -> list[str]:
+def blocks(page: Path, *languages: str) -> list[str]:
     """The blocks of a page that are run, in order."""
-    found = re.findall(
-        r"(^<!-- [^\n]* -->\n)?^```(?:bash|sh|shell)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
-    )
-    return [block for comment, block in found if not comment.startswith(NOT_RUN)]
-
-
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [
+        dedent(block)
+        for comment, _, language, block in BLOCK.findall(page.read_text())
+        if language in languages and not comment.lstrip().startswith(NOT_RUN)
+    ]
 
 
 def nothing(folder: Path) -> None:
@@ -70,6 +74,7 @@ def write_tables(folder: Path) -> None:
 
 PREPARED: dict[str, Callable[[Path], Any]] = {
     "tutorials/several-labels.md": write_tables,
+    "../README.md": lambda folder: write_folder(folder / "images", each=10),
     "tutorials/your-own-images.md": lambda folder: write_folder(folder / "images", each=10),
     "guides/join-a-site.md": write_images,
     "guides/take-a-result-away.md": write_images,
@@ -119,9 +124,15 @@ promptfed federation start pets
 wait $sites
 """
 }
-PAGES = [
-    str(page.relative_to(DOCS)) for kind in TESTED for page in sorted((DOCS / kind).glob("*.md")) if shell_blocks(page)
-]
+ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [os.path.relpath(page, DOCS) for page in ALL if blocks(page, *SHELL)]
+PYTHON = {
+    "README.md": "test_the_python_blocks_of_a_page_run_in_order",
+    "docs/reference/api.md": "test_the_python_blocks_of_a_page_run_in_order",
+    "docs/tutorials/your-own-method.md": "test_the_tutorials_method_passes_the_tutorials_test",
+    "docs/tutorials/test-with-pytest.md": "tests/promptfed/testing/test_testing.py",
+    "CONTRIBUTING.md": "tests/docs/test_contributing.py",
+}  # the tests that run the Python blocks of a page
 
 
 def meanwhile(block: str) -> str:
@@ -132,9 +143,11 @@ def meanwhile(block: str) -> str:
 def run_page(name: str, folder: Path) -> str:
     """Run all shell blocks of a page as one script in ``folder``; what it printed."""
     PREPARED.get(name, nothing)(folder)
-    script = BEFORE.get(name, "") + "".join(meanwhile(block) + block for block in shell_blocks(DOCS / name))
-    script = script.replace("https://coordinator.example.org", "http://127.0.0.1:8080").replace(
-        "8080", str(free_port())
+    script = BEFORE.get(name, "") + "".join(meanwhile(block) + block for block in blocks(DOCS / name, *SHELL))
+    script = (
+        script.replace("https://coordinator.example.org", "http://127.0.0.1:8080")
+        .replace("8080", str(free_port()))
+        .replace("/data/pets", str(folder / "images"))
     )
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(folder),
@@ -151,21 +164,36 @@ def run_page(name: str, folder: Path) -> str:
 
 def hidden_commands(text: str) -> list[str]:
     """Commands in code blocks that are not marked as shell, so that nothing would run them."""
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return [
         line
-        for language, block in blocks
-        if language not in ("bash", "sh", "shell")
-        for line in block.splitlines()
+        for _, _, language, block in BLOCK.findall(text)
+        if language not in SHELL
+        for line in dedent(block).splitlines()
         if COMMAND.match(line)
     ]
 
 
-@pytest.mark.parametrize(
-    "page", [page for kind in TESTED for page in sorted((DOCS / kind).glob("*.md"))], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.stem)
 def test_every_command_of_a_page_is_in_a_shell_block(page: Path) -> None:
     assert hidden_commands(page.read_text()) == []
+
+
+def test_every_python_block_has_a_test_or_says_why_not() -> None:
+    assert {str(page.relative_to(ROOT)) for page in ALL if blocks(page, "python")} == set(PYTHON)
+    assert all(name in globals() or (ROOT / name).is_file() for name in PYTHON.values())
+
+
+@pytest.mark.parametrize("name", [name for name, test in PYTHON.items() if test.endswith("run_in_order")])
+def test_the_python_blocks_of_a_page_run_in_order(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_images(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {"__name__": "page"}
+    for block in blocks(ROOT / name, "python"):
+        exec(re.sub(r'"(symbols:\w+)"', r'"\1?topic=weather&per_class=4"', block), found)  # it draws fewer pictures
+    assert 0 < found["result"].mean() <= 1
+    assert f"{found['result'].mean()}" in capsys.readouterr().out
 
 
 def test_a_command_outside_of_shell_blocks_is_found() -> None:
@@ -213,10 +241,10 @@ CHECKS: dict[str, Callable[[Path, str], None]] = {
 @pytest.fixture
 def page() -> Iterator[dict[str, Any]]:
     """What the Python blocks of "Your own method" define; the method is forgotten afterwards."""
-    blocks = python_blocks(DOCS / "tutorials" / "your-own-method.md")
-    assert len(blocks) == 3
+    written = blocks(DOCS / "tutorials" / "your-own-method.md", "python")
+    assert len(written) == 3
     found: dict[str, Any] = {"__name__": "page"}
-    for block in blocks:
+    for block in written:
         exec(block, found)
     yield found
     METHODS.pop("class_bias", None)
