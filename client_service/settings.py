@@ -256,8 +256,12 @@ class Settings(BaseSettings):
 
 def ledger_path(dataset: str) -> Path:
     """Where the privacy budget of a data set is kept for this account."""
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(base).expanduser() / "promptfed" / "ledger" / f"{dataset}.jsonl"
+    return account_folder() / "ledger" / f"{dataset}.jsonl"
+
+
+def account_folder() -> Path:
+    """Where this account's clients keep what outlives one of them."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "promptfed"
 
 
 def _own_name(state_dir: Any, invited: str | None) -> str:
@@ -273,7 +277,7 @@ def _own_name(state_dir: Any, invited: str | None) -> str:
 
 def _own_folder(coordinator: str, federation: str, name: str) -> Path:
     """The folder under one of the coordinator's addresses: the first that has one, else the first of all."""
-    base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "promptfed"
+    base = account_folder()
     hosts = [address.partition("://")[2] or address for address in addresses_of(coordinator) or [coordinator]]
     folders = [base / _safe(host) / _safe(federation) / _safe(name) for host in hosts]
     return next((folder for folder in folders if folder.exists()), folders[0])

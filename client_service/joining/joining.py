@@ -31,6 +31,7 @@ from promptfed.client_service.privacy.secure import identity_of
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.state.private_state import ENROLMENT, Identity, PrivateState, keep_known
+from promptfed.client_service.state.trained_images import note_trained
 from promptfed.client_service.training.data import (
     TEST,
     TRAIN,
@@ -280,7 +281,7 @@ class Joining:
         token = self.parts.enrolment_token or enrolment_token(settings, identity)
         self.info, token = await self._info(token, identity)
         info = self.info
-        source, tests = split_by(info, source, tests, settings.role)
+        trained, (source, tests) = source.train, split_by(info, source, tests, settings.role)
         identity = self.state.bind(identity, info.federation_id)
         self.coordinator.federation = info.federation_id
         self._expect_use(info, identity)
@@ -309,6 +310,9 @@ class Joining:
         await self._enrol(identity, token, request, source)
         if behind:
             await self.compute.run(lambda: self._warm(work, method, info))
+        if settings.role == "trainer" and info.rounds and not self.state.ephemeral:
+            digests = (trained.digest(row) for row in range(len(trained)))  # with those held out, which chose a round
+            await self.compute.run(lambda: note_trained(self.state.folder, info.federation_id, digests))
         await self.compute.run(lambda: work.restore_serving(self.compute.stopped))
         return work
 

@@ -10,6 +10,7 @@ Layout of the state folder (mode 0700):
     serving.json             the last evaluation's task, and serving-*.safetensors, the payload that came with it
     last-refusal.json        the last refusal, for people
     consent.json             what the owner agreed to, answers.json what was sent since; withdrawn: it was withdrawn
+    trained-images.txt       digests of the images that were trained on (`trained_images`)
     site-log.*               what was asked, agreed, computed and sent (`site_log`)
 
 Every other file appears by rename after fsync. Accepting an update is one rename (pending's private tensors over the

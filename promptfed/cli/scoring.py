@@ -6,9 +6,11 @@ Predictions for `promptfed predict`: classes of images under learned prompts, be
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,16 +24,17 @@ from rich.table import Table
 from torch import Tensor
 
 from promptfed.client_service.serving.prediction import BadImage, Predictor, Served, TooManyPixels
+from promptfed.client_service.state.trained_images import folders_of, read_trained
 from promptfed.client_service.training.data import TEST, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import answers, presences, probabilities
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of
 from promptfed.export.export import open_backbone_of
-from promptfed.export.reading import read_export
+from promptfed.export.reading import open_export, read_export
 from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.operations import take
 from promptfed.sdk.output import console, new_folder, note, percent, print_json, say, table, write_file
 from promptfed.shared.clip import FeatureCache
-from promptfed.shared.data import Split, open_source
+from promptfed.shared.data import Source, Split, open_source
 from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.image_files import conversion_of, read_image
 from promptfed.shared.metrics import (
@@ -281,10 +284,15 @@ def show_subgroups(subgroups: Sequence[SubgroupFigures]) -> None:
 
 
 class PresenceFigures(BaseModel):
-    """Figures of one classifier; ``zero_shot``: the template's mean average precision. ``state``: the export's hash."""
+    """Figures of one classifier; ``zero_shot``: the template's mean average precision. ``state``: the export's hash.
+
+    ``tested`` and ``trained_on``: as of `ScoreFigures`.
+    """
 
     images: int
     state: str
+    tested: str | None = None
+    trained_on: int | None = None
     mean_average_precision: float | None = None
     zero_shot: float | None = None
     classes: list[ClassFigures]
@@ -334,18 +342,28 @@ SCORE_FILE, CONFUSION_FILE = "score.json", "confusion.csv"
 
 
 def run_score(
-    export: Path, uri: str, out: Path, allow_backbone: AllowedBackbones, as_json: bool, key: str | None = None
+    export: Path,
+    uri: str,
+    out: Path,
+    allow_backbone: AllowedBackbones,
+    as_json: bool,
+    key: str | None = None,
+    state_dirs: Sequence[Path] = (),
 ) -> None:
-    """Score an export on all images of ``uri`` and write the figures and the confusion matrix into ``out``.
+    """Score an export on the images of ``uri`` and write the figures and the confusion matrix into ``out``.
 
-    With a coordinator's public ``key``, the export must have its signature.
+    With a coordinator's public ``key``, the export must have its signature. Images that the clients of ``state_dirs``
+    have trained on are left out.
 
     Raises:
         CommandError, DataError: the export, the data or the backbone cannot be used, or the data have classes that the
             export does not choose among.
     """
     source = open_source(uri, "evaluator")
-    model, names = model_of_export(export, otherwise=source.class_names, key=key)
+    opened = open_export(export, key)
+    model, names = opened.model, _expect_names(tuple(opened.card.class_names or ()) or source.class_names)
+    source, trained_on = _untrained(source, opened.card.federation.id, state_dirs)
+    about = {"tested": _digest(source.test), "trained_on": trained_on}
     _expect_known(source.class_names, names, uri)
     backbone = open_backbone_of(model, allow_backbone)
     served = model.serve(backbone, names)
@@ -354,13 +372,13 @@ def run_score(
         _expect_kind(served, split.labels, uri)
         state = state_hash(model.state)
         if served.several_labels:
-            several = presence_figures(served, split, names, source.test, state)
+            several = presence_figures(served, split, names, source.test, state).model_copy(update=about)
             write_file(folder / SCORE_FILE, (several.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
             show_presences(several, uri, as_json)
             return
         told = probabilities(served.classifier, split)
         confidence, predicted = told.max(dim=-1)
-        figures = scores(split.labels, predicted, confidence, names)
+        figures = scores(split.labels, predicted, confidence, names).model_copy(update=about)
         figures.state, figures.classes = state, by_class(split.labels, told, names, source.test.groups)
         figures.subgroups = subgroup_figures(
             source.test, lambda rows: _of_rows(split.labels, told, names, source.test, rows)
@@ -375,6 +393,40 @@ def run_score(
         return
     _show(figures, uri)
     say(f"Wrote {SCORE_FILE} and {CONFUSION_FILE} in {out}.")
+
+
+def _untrained(source: Source, federation: str, state_dirs: Sequence[Path]) -> tuple[Source, int | None]:
+    """The source without the test images that clients have trained on, and how many these are; None: unknown.
+
+    Raises:
+        CommandError: a folder has no record of training images, or no image is left.
+    """
+    known: set[str] = set()
+    folders = [*state_dirs] or folders_of(federation)
+    for folder in folders:
+        try:
+            own = read_trained(folder)
+        except (OSError, UnicodeDecodeError) as error:
+            raise CommandError(f"{folder} cannot be read: {why(error)}", Exit.BAD_INPUT) from None
+        if own is None:
+            raise CommandError(f"{folder} records no training images: give a client's --state-dir", Exit.BAD_INPUT)
+        known |= own
+    if not folders:
+        note("Whether training has seen some of these images is not known: no client's folder is here (--state-dir).")
+        return source, None
+    left = [row for row in range(len(source.test)) if source.test.digest(row) not in known]
+    seen = len(source.test) - len(left)
+    if not left:
+        text = f"all {seen} images of {source.uri} were trained on: give images that were not"
+        raise CommandError(text, Exit.BAD_INPUT)
+    of_all = f"{seen or 'None'} of the {counted(len(source.test), 'image')} of {source.uri}"
+    note(f"{of_all} {'was' if seen < 2 else 'were'} trained on{' and left out' if seen else ''}.")
+    return replace(source, test=source.test.select(torch.tensor(left))), seen
+
+
+def _digest(images: Split) -> str:
+    """SHA-256 over the images, whatever their order."""
+    return hashlib.sha256("".join(sorted(images.digest(row) for row in range(len(images)))).encode()).hexdigest()
 
 
 def _expect_known(classes: Sequence[str], names: Sequence[str], uri: str) -> None:
@@ -416,8 +468,9 @@ FIGURES = {
 class ScoreFigures(BaseModel):
     """Figures of one classifier on labelled images (fractions), with the template's if the backbone reads texts.
 
-    ``state``: the hash of the export's state. ``classes`` that have images, each against the rest. ``subgroups``: the
-    same by value of each column of the data (`groups=`).
+    ``state``: the hash of the export's state. ``tested``: a hash over the digests of the images. ``trained_on``: how
+    many images training has seen, which were left out; None: unknown. ``classes`` that have images, each against the
+    rest. ``subgroups``: the same by value of each column of the data (`groups=`).
     """
 
     images: int
@@ -426,6 +479,8 @@ class ScoreFigures(BaseModel):
     state: str | None = None
     classes: list[ClassFigures] = []
     subgroups: list[SubgroupFigures] = []
+    tested: str | None = None
+    trained_on: int | None = None
     ece: float
     macro_f1: float
     worst_class: str

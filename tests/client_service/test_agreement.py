@@ -34,6 +34,7 @@ from promptfed.client_service.privacy.noisy_counts import DRAWN_FILE, noisy_coun
 from promptfed.client_service.privacy.policy import Policy
 from promptfed.client_service.privacy.protection import reported
 from promptfed.client_service.settings import Settings, make_settings
+from promptfed.client_service.state import trained_images
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.clip import FeatureCache, load_backbone, shape_of
 from promptfed.shared.clip.weights import shape_by_name
@@ -362,6 +363,7 @@ def test_consent_can_be_called_back(make: Make, settings: Settings) -> None:
 
 def test_the_command_calls_back_and_deletes(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("promptfed.client_service.joining.consent.ANSWER_SECONDS", 0.5)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     source = make.coordinator(rounds=1, method={"name": "coop", "m": 4})
     features = FeatureCache(make.settings.features_dir)
     asyncio.run(make.worker(source, features=features).run())
@@ -372,8 +374,11 @@ def test_the_command_calls_back_and_deletes(make: Make, tmp_path: Path, monkeypa
     left = {path.name for path in folder.iterdir()}
     assert left == {
         "identity.json", "enrolment.json", "consent.json", "answers.json", "withdrawn", "site-log.head",
-        "site-log.jsonl", "lock",
+        "site-log.jsonl", "lock", trained_images.FILE,
     }  # fmt: skip
+    train = make.given["source"].train
+    assert trained_images.read_trained(folder) == {train.digest(row) for row in range(len(train))}
+    assert folder in trained_images.folders_of("fed-1"), "`promptfed score` finds it"
     state = PrivateState(folder)
     terms = agreements.Consent.model_validate_json((folder / agreements.FILE).read_bytes()).terms
     kept = Agreement.kept(state)

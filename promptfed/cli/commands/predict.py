@@ -10,7 +10,7 @@ import typer
 from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, AskedLater, ClassNames, Json, Key, Written, refuse
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import console, expect_suffix, print_json, table
+from promptfed.sdk.output import console, expect_suffix, note, print_json, table
 from promptfed.shared.service.reasons import why
 
 
@@ -64,13 +64,23 @@ def score(
     data: Annotated[str, typer.Argument(help="data URI of labelled images, as in folder:/data/pets")],
     allow_backbone: AllowBackbone,
     out: Annotated[Path, typer.Option(help="a new folder for figures and the confusion matrix")] = Path("score"),
+    state_dir: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="a client's state folder, whose training images are left out, repeatable; default: those of this "
+            "account's clients of the export's federation"
+        ),
+    ] = None,
     key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Test an export on labelled images: accuracy, calibration error, and which class is taken for which."""
+    """Test an export on labelled images: accuracy, calibration error, and which class is taken for which.
+
+    Images that a client here has trained on are left out.
+    """
     from promptfed.cli.scoring import run_score
 
-    run_score(export, data, out, allow_backbone, as_json, key)
+    run_score(export, data, out, allow_backbone, as_json, key, state_dir or ())
 
 
 @app.add(section="Use a result")
@@ -86,26 +96,34 @@ def pool(
 
     sites: TypeAdapter[ScoreFigures | PresenceFigures] = TypeAdapter(ScoreFigures | PresenceFigures)
     known: dict[str, list[Estimate]] = {}
-    states = set()
+    tested: dict[str, Path] = {}
+    states, copies = set(), []
     for path in scores:
         file = path / SCORE_FILE if path.is_dir() else path
         try:
-            site = sites.validate_json(file.read_bytes())
+            content = file.read_bytes()
+            site = sites.validate_json(content)
         except OSError as error:
             raise CommandError(f"cannot read {file}: {why(error)}", Exit.BAD_INPUT) from None
         except ValidationError:
             raise CommandError(f"{file} is not a {SCORE_FILE}: `promptfed score` writes one", Exit.BAD_INPUT) from None
         states.add(site.state)
+        first = tested.setdefault(f"{site.state} {site.tested or site.model_dump_json()}", file)
+        if first != file:
+            copies.append(str(file))
+            note(f"{file} counts with {first}: it is of the same images")
+            continue
         accuracy = getattr(site, "accuracy_interval", None)
         told = {"accuracy": accuracy, **{f"AUROC of {one.name}": one.auroc for one in site.classes}}
         for name, estimate in told.items():
             known.setdefault(name, []).extend([estimate] if estimate is not None else [])
-    if len(scores) < 2 or len(states) > 1 or None in states:
-        reason = "give two sites or more" if len(scores) < 2 else "the sites have not scored the same export"
+    if len(tested) < 2 or len(states) > 1 or None in states:
+        reason = "give two sites or more" if len(tested) < 2 else "the sites have not scored the same export"
         raise CommandError(f"{reason}: each runs `promptfed score` on the same export", Exit.BAD_INPUT)
     pooled = {name: mean for name, estimates in known.items() if (mean := pool_estimates(estimates)) is not None}
     if as_json:
-        print_json({"state": states.pop(), "figures": {name: mean.model_dump() for name, mean in pooled.items()}})
+        figures = {name: mean.model_dump() for name, mean in pooled.items()}
+        print_json({"state": states.pop(), "figures": figures, "copies": copies})
         return
     rows = [
         [
@@ -117,4 +135,4 @@ def pool(
         ]
         for name, mean in pooled.items()
     ]
-    console.print(table(f"{len(scores)} sites", ["figure", "sites", "mean, 95 %", "next site", "I²"], rows))
+    console.print(table(f"{len(tested)} sites", ["figure", "sites", "mean, 95 %", "next site", "I²"], rows))

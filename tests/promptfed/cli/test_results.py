@@ -19,6 +19,7 @@ from promptfed.cli.main import app
 from promptfed.cli.scoring import confusion, scores
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.state.site_log import read, verify
+from promptfed.client_service.state.trained_images import note_trained
 from promptfed.coordinator.store.tables import TaskRow
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.export.export import ExportOptions, export
@@ -92,6 +93,39 @@ def test_a_score_is_that_of_the_answers(exported: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
+def test_a_score_leaves_out_what_a_client_here_has_trained_on(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    uri = f"folder:{write_folder(tmp_path / 'in', ('circle', 'bar'), seed=9, each=5)}"
+    source, federation = open_source(uri), json.loads((exported / "card.json").read_text())["federation"]["id"]
+    digests = [source.train.digest(row) for row in range(len(source.train))]
+
+    def score(name: str, *more: str | Path) -> tuple[dict[str, Any], str]:
+        done = command("score", exported, uri, "--out", tmp_path / name, "--json", *more)
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout), done.stderr
+
+    told, said = score("unknown")
+    assert (told["images"], "trained_on" in told) == (10, False)
+    assert "is not known" in said
+    note_trained(tmp_path, federation, digests[:1])
+    assert score("one")[0]["images"] == 9
+    note_trained(tmp_path, federation, digests)
+    told, said = score("known")
+    assert (told["images"], told["trained_on"]) == (len(source.test), len(digests)) == (2, 8)
+    assert f"8 of the 10 images of {uri} were trained on and left out." in said
+    (tmp_path / "other").mkdir()
+    note_trained(tmp_path / "other", "another", ["0" * 64])
+    told, said = score("named", "--state-dir", tmp_path / "other")
+    assert (told["images"], told["trained_on"], "None of the 10 images" in said) == (10, 0, True)
+    note_trained(tmp_path, federation, [source.test.digest(row) for row in range(2)])
+    for more, why in (((), "all 10 images of"), (("--state-dir", tmp_path / "in"), "records no training images")):
+        refused = command("score", exported, uri, "--out", tmp_path / "none", *more)
+        assert (refused.exit_code, why in refused.stderr) == (Exit.BAD_INPUT, True)
+    assert not (tmp_path / "none").exists()
+
+
 def test_verify_without_a_key_says_what_it_did_not_check(exported: Path, tmp_path: Path) -> None:
     whole = command("verify", exported, "--no-recompute")
     assert whole.exit_code == 0, whole.output
@@ -123,6 +157,12 @@ def test_scores_of_several_sites_are_pooled(exported: Path, tmp_path: Path) -> N
     assert told["figures"]["accuracy"]["mean"] == pytest.approx(wanted.mean)
     assert set(told["figures"]) <= {"accuracy", "AUROC of circle", "AUROC of bar"}
     assert "accuracy" in command("pool", *files).output
+    (tmp_path / "copy.json").write_text(json.dumps(scored | {"accuracy": 0.5}))
+    again = command("pool", *files, tmp_path / "copy.json", "--json")
+    assert json.loads(again.stdout) == told | {"copies": [str(tmp_path / "copy.json")]}, "it is of the same images"
+    assert f"copy.json counts with {files[0]}" in again.stderr
+    refused = command("pool", files[0], tmp_path / "copy.json")
+    assert (refused.exit_code, "give two sites or more" in refused.stderr) == (Exit.BAD_INPUT, True)
     other = scored | {"state": "sha256:" + "0" * 64}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "score.json").write_text(json.dumps(other))
