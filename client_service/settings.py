@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.shared.messages import Role
+from promptfed.shared.privacy.accounting import MOST_EPSILON
 from promptfed.shared.service.environment import CLIENT, is_of_a_link, unread_variables
 from promptfed.shared.service.net import addresses_of, check_addresses, is_loopback
 from promptfed.shared.service.reasons import offence, why
@@ -94,7 +95,8 @@ class Settings(BaseSettings):
         Field(description="file of its privacy budget; default: ~/.local/state/promptfed/ledger/DATASET.jsonl"),
     ] = None
     max_epsilon: Annotated[
-        float, Field(gt=0, le=1000, description="privacy budget ε of the data set, over all federations together")
+        float,
+        Field(gt=0, le=MOST_EPSILON, description="privacy budget ε of the data set, over all federations together"),
     ] = 8.0
     ca_file: Annotated[
         Path | None,

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.privacy.accounting import Event
+from promptfed.shared.privacy.accounting import LARGEST_EPSILON, LEAST_NOISE, MOST_EPSILON, MOST_NOISE, Event
 from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.sections import Evaluations
 from promptfed.shared.spec.spec import BackboneShape, ClassNames, Name, Template
@@ -23,6 +23,9 @@ ENDED: tuple[FederationState, ...] = ("finished", "failed", "cancelled")
 Role = Literal["trainer", "evaluator"]
 TaskKind = Literal["train", "share", "mask", "confirm", "unmask", "evaluate"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+MOST_SAMPLES = 1 << 40
+"""The most images, records or groups that anybody can name."""
+Epsilon = Annotated[float, Field(ge=0, le=LARGEST_EPSILON)]
 MethodPackage = Annotated[
     str | None,
     left_out(
@@ -59,9 +62,9 @@ class Domain(Message):
 class EnrolledProtection(Message):
     """What a client's training will be protected by: its ``units``, records or groups, and what it has planned."""
 
-    units: Annotated[int, Field(ge=1, le=1 << 40)]
-    noise_multiplier: Annotated[float, Field(gt=0, le=1000)]
-    epsilon_planned: Annotated[float, Field(ge=0)]
+    units: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    noise_multiplier: Annotated[float, Field(ge=LEAST_NOISE, le=MOST_NOISE)]
+    epsilon_planned: Epsilon
     delta: Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -71,7 +74,7 @@ class EnrolRequest(Message):
     name: Name
     secret: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     role: Role = "trainer"
-    num_samples: Annotated[int, Field(ge=0, le=1 << 40)]
+    num_samples: Annotated[int, Field(ge=0, le=MOST_SAMPLES)]
     class_names: Annotated[ClassNames, Field(max_length=100_000)]
     domain: Domain | None = None
     backbone_fingerprint: Digest
@@ -183,7 +186,7 @@ class PrivacyEvent(Message):
 
     mechanism: Literal["gaussian", "laplace"]
     q: Annotated[float, Field(gt=0, le=1)]
-    z: Annotated[float, Field(gt=0, le=1000)]
+    z: Annotated[float, Field(gt=0, le=MOST_NOISE)]
     count: Annotated[int, Field(ge=1, le=1 << 40)]
 
     def event(self) -> Event:
@@ -194,12 +197,13 @@ class PrivacyEvent(Message):
 class SpendReport(Message):
     """What an update cost its client, by its own word: events, and ε of its ledger with them, at its δ.
 
-    ``epsilon`` is of zero-out neighbours; ``epsilon_replace_one`` is left out by older clients.
+    ``epsilon`` is of zero-out neighbours, and no ledger takes more than `MOST_EPSILON`; ``epsilon_replace_one`` is left
+    out by older clients.
     """
 
     events: Annotated[list[PrivacyEvent], Field(min_length=1, max_length=10)]
-    epsilon: Annotated[float, Field(ge=0)]
-    epsilon_replace_one: Annotated[float | None, left_out(ge=0)] = None
+    epsilon: Annotated[float, Field(ge=0, le=MOST_EPSILON)]
+    epsilon_replace_one: Annotated[Epsilon | None, left_out()] = None
     delta: Annotated[float, Field(gt=0, lt=1)]
     noise: Literal["secret", "seeded"]
 
@@ -223,7 +227,7 @@ class SplitResult(Message):
     """
 
     accuracy: Fraction
-    num_samples: Annotated[int, Field(ge=1)]
+    num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
     ece: Figure = None
     macro_f1: Figure = None
 

@@ -8,7 +8,6 @@ process; three in all.
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, Message, Role, Task, Told
 from promptfed.shared.methods import MULTI_LABEL, TASK, make_method
+from promptfed.shared.methods.core import client_numbers
 from promptfed.shared.methods.core.checks import allowed_rounds
 from promptfed.shared.methods.core.interface import Method, Phase
 from promptfed.shared.methods.core.several_labels import is_for_several_labels
@@ -32,17 +32,11 @@ from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import TensorSpec
 
 ROUNDS = 3  # that stand for all: the first, those in between, the last
-MEASURED = ("train_seconds", "trained_parameters")  # numbers that every method's update carries
-PROTECTED = ("steps", "trained_parameters")  # all that protected training reports: neither depends on data
 
 
 def metrics_of(method: Method, info: EnrolmentInfo) -> list[str]:
-    """Patterns of the numbers that leave; under protection those that depend on no data, with secure sums none."""
-    if info.secure_aggregation is not None:
-        return []
-    if info.privacy is not None:
-        return sorted(PROTECTED)
-    return sorted({*method.metrics, *MEASURED})
+    """Patterns of the numbers that leave with an update."""
+    return client_numbers.of_training(method, info.privacy is not None, info.secure_aggregation is not None)
 
 
 def tensors_of(method: Method) -> dict[str, list[str]]:
@@ -333,8 +327,7 @@ class Agreement:
 
     def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
         """Those of ``measured`` that were agreed to."""
-        patterns = self.consent.terms.metrics
-        return {n: v for n, v in measured.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in patterns)}
+        return client_numbers.declared(measured, self.consent.terms.metrics)
 
     def _change(self, **changes: Any) -> None:
         self.consent = self.consent.model_copy(update=changes)

@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.shared.messages import EnrolmentInfo, Role, Task
-from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
+from promptfed.shared.privacy.accounting import LEAST_DELTA, MOST_EPSILON, steps_of
 from promptfed.shared.service.net import addresses_of
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.service.yaml_text import read_yaml
@@ -62,8 +62,8 @@ class Privacy(Section):
 
     require: Literal["none", "sample", "client"] = "none"
     unit: Literal["record", "group"] | None = None
-    max_epsilon: Annotated[float, Field(gt=0, le=1000)] = 8.0
-    max_test_epsilon: Annotated[float, Field(gt=0, le=1000)] = 4.0
+    max_epsilon: Annotated[float, Field(gt=0, le=MOST_EPSILON)] = 8.0
+    max_test_epsilon: Annotated[float, Field(gt=0, le=MOST_EPSILON)] = 4.0
     delta: Annotated[float | None, Field(ge=LEAST_DELTA, lt=1)] = None
     partial: bool = False
 

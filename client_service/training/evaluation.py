@@ -12,6 +12,7 @@ from promptfed.client_service.training.data import TEST, Cancelled, ClientData
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import SplitResult
 from promptfed.shared.methods.core.interface import (
+    SHARE,
     Classifier,
     ClientContext,
     HasVariants,
@@ -28,7 +29,6 @@ from promptfed.shared.metrics import ZERO_SHOT, Outcomes, Record, calibration_er
 from promptfed.shared.tensors import Tensors
 
 EVALUATION_BATCH = 256
-SHARE = "domain_share:"  # before a domain's name: its mean share of a client's test images
 VARIANT = "@"  # a further classifier's accuracy on a split is reported as split@variant
 
 Results = dict[str, SplitResult]

@@ -342,7 +342,7 @@ def _evaluation_parameters(
     response_model=api_schemas.Receipt,
     responses={
         200: {"model": api_schemas.Receipt, "description": "the same accuracies were accepted before"},
-        **deps.for_clients(*ANSWERED, problems.StorageFull),
+        **deps.for_clients(*ANSWERED, problems.PrivacyMismatch, problems.StorageFull),
     },
 )
 async def put_evaluation(request: Request) -> Response:

@@ -6,10 +6,12 @@ step of a secure sum is stored in the transaction that settles its task.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -30,15 +32,26 @@ from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.sums import attempt_of
+from promptfed.coordinator.engine.telemetry import where
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import Blobs, Held, Upload, digest_of, digest_of_file
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, TaskRow, UpdateRow
+from promptfed.shared.api.report_schemas import SpentPrivacy
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import ENDED, EvaluationRequest, FailureRequest, SpendReport, TaskConfig, UpdateMetadata
+from promptfed.shared.methods.core import client_numbers
 from promptfed.shared.methods.core.checks import LARGE, change_limit
-from promptfed.shared.privacy.accounting import training_event
+from promptfed.shared.plain_text import plain
+from promptfed.shared.privacy.accounting import (
+    COARSE,
+    PrivacyError,
+    check_delta,
+    epsilon_of,
+    replace_one_epsilon,
+    training_event,
+)
 from promptfed.shared.secagg import SecureError, opening
 from promptfed.shared.secagg.messages import ConfirmAnswer, KeysAnswer, SharesAnswer, UnmaskAnswer, is_entry_signed
 from promptfed.shared.secagg.primitives import looks_unmasked
@@ -55,13 +68,34 @@ from promptfed.shared.tensors import (
 )
 from promptfed.shared.tensors.compression import added, decompressed
 
+log = logging.getLogger("promptfed.coordinator")
+MOST_NAMED = 10  # of what is dropped, in a line of the log
+TOLERANCE = 0.01  # by which another version's accountant may come to less
 
-def spent_metrics(federation: Federation, client: Client, spent: SpendReport | None) -> dict[str, float]:
-    """The privacy cost of an update that the client reports, as metrics. It must match the public terms."""
+
+def kept_numbers(
+    federation: Federation, client: Client, given: Mapping[str, float], patterns: list[str]
+) -> dict[str, float]:
+    """Those of the ``given`` numbers that the method declares; the log names the others."""
+    kept = client_numbers.declared(given, patterns)
+    if dropped := sorted(given.keys() - kept.keys()):
+        names = ", ".join(plain(name) for name in dropped[:MOST_NAMED])
+        text = "%d numbers of %s are dropped, which %s does not declare, or which are too large: %s"
+        log.warning(text, len(dropped), client.name, federation.method.name, names, extra=where(federation))
+    return kept
+
+
+def spent_by(
+    database: Database, federation: Federation, client: Client, spent: SpendReport | None
+) -> dict[str, Any] | None:
+    """The privacy cost of an update as it is stored: its event, and `SpentPrivacy` with it; None of an unprotected one.
+
+    What the client says must match the public terms. Its ledger cannot have spent less than this update alone costs.
+    """
     privacy = federation.privacy
     at_client = privacy is not None and privacy.protects_records
     if not at_client and spent is None:
-        return {}
+        return None
     if privacy is None or not at_client:
         whose = "is not protected" if privacy is None else "is protected by the coordinator's noise"
         raise problems.PrivacyMismatch(f"{federation.name} {whose}, and the update says what it cost")
@@ -72,15 +106,33 @@ def spent_metrics(federation: Federation, client: Client, spent: SpendReport | N
     planned = client.protection
     z = privacy.noise_multiplier or (planned.noise_multiplier if planned is not None else given[0]["z"])
     units = client.num_samples if client.units is None else client.units
-    wanted = training_event(units, training.batch_size, training.epochs, z).as_json()
-    if given != [wanted]:
+    try:
+        event = training_event(units, training.batch_size, training.epochs, z)
+        check_delta(spent.delta, units)
+    except PrivacyError as error:
+        raise problems.PrivacyMismatch(str(error)) from None
+    if given != [event.as_json()]:
         units_name = "samples" if privacy.unit == "record" else "groups"
-        raise problems.PrivacyMismatch(f"the update was trained with {given}; {units} {units_name} give {wanted}")
-    seeded = float(spent.noise == "seeded")
-    told = {"privacy_epsilon": spent.epsilon, "privacy_delta": spent.delta, "privacy_z": z, "privacy_seeded": seeded}
-    if spent.epsilon_replace_one is not None:
-        told["privacy_replace_one"] = spent.epsilon_replace_one
-    return told | {"privacy_q": wanted["q"], "privacy_count": wanted["count"]}
+        text = f"the update was trained with {given}; {units} {units_name} give {event.as_json()}"
+        raise problems.PrivacyMismatch(text)
+    if privacy.delta is not None and spent.delta > privacy.delta:
+        raise problems.PrivacyMismatch(f"δ = {spent.delta:g} is larger than the federation allows ({privacy.delta:g})")
+    alone = epsilon_of([event], spent.delta, COARSE)
+    if spent.epsilon < alone * (1 - TOLERANCE):
+        text = f"the ledger is said to stand at ε = {spent.epsilon:g}, and this update alone costs {alone:.4g}"
+        raise problems.PrivacyMismatch(f"{text} at δ = {spent.delta:g}")
+    with database.read() as session:
+        every = [event, *queries.spent_events(session, federation.id, client.name)]
+    about = SpentPrivacy(
+        epsilon=epsilon_of(every, spent.delta, COARSE),
+        epsilon_replace_one=replace_one_epsilon(every, spent.delta, COARSE),
+        delta=spent.delta,
+        noise_multiplier=z,
+        noise=spent.noise,
+        ledger_epsilon=spent.epsilon,
+        ledger_epsilon_replace_one=spent.epsilon_replace_one,
+    )
+    return {"event": event.as_json(), **about.model_dump()}
 
 
 _one_large = threading.Lock()
@@ -162,7 +214,8 @@ async def accept_update(
     registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload
 ) -> bool:
     """Admit an update; returns whether it is new. The protocol defines the order of refusals."""
-    if _is_quick(upload) and _is_remembered(registry, federation, client):
+    accounted = federation.spec.privacy.protects_records
+    if _is_quick(upload) and not accounted and _is_remembered(registry, federation, client):
         examined = _admit(registry, federation, client, task_id, upload)
     else:
         examined = await run_sync(_admit, registry, federation, client, task_id, upload)
@@ -212,7 +265,7 @@ def _admit(
         whole = expanded(registry.blobs, federation, client, task, upload)
     except TensorError as error:
         raise problems.TENSOR_REFUSALS[error.kind](str(error)) from None
-    examined = _examine(registry.blobs, federation, client, task, whole)
+    examined = _examine(registry, federation, client, task, whole)
     point("update-checked")
     return whole, examined
 
@@ -275,9 +328,8 @@ async def accept_evaluation(
     registry: Registry, federation: Federation, client: Client, task_id: str, request: EvaluationRequest
 ) -> bool:
     """Store a client's accuracies; returns whether they are new."""
-    body = request.model_dump(mode="json")
-    digest = digest_of(canonical_json(body).encode())
-    return await registry.committer.submit(_Evaluation(federation.id, client, task_id, digest, body))
+    digest = digest_of(canonical_json(request.model_dump(mode="json")).encode())
+    return await registry.committer.submit(_Evaluation(federation.id, client, task_id, digest, request))
 
 
 @dataclass(frozen=True)
@@ -285,10 +337,29 @@ class _Evaluation(Answer):
     kind = "evaluate"
     entered = "evaluation-entered"
 
-    body: dict[str, Any]
+    told: EvaluationRequest
 
     def store(self, change: Change, row: dict[str, Any]) -> None:
-        change.batch.evaluations.append({**row, "digest": self.digest, "body": self.body})
+        federation = change.federation
+        _check_counts(federation, self.told)
+        patterns = client_numbers.of_evaluation(federation.method)
+        metrics = kept_numbers(federation, self.client, self.told.metrics, patterns)
+        body = self.told.model_dump(mode="json") | {"metrics": metrics}
+        change.batch.evaluations.append({**row, "digest": self.digest, "body": body})
+
+
+def _check_counts(federation: Federation, told: EvaluationRequest) -> None:
+    """Refuse a cost of noisy counts that is not one of these accuracies in this federation."""
+    if told.privacy is None:
+        return
+    a, most = federation.spec.privacy.evaluation_epsilon, len(told.splits) + len(told.zero_shot)
+    given = told.privacy.events
+    if [(event.mechanism, event.q, event.z) for event in given] != [("laplace", 1.0, a)] or given[0].count > most:
+        counts = [event.model_dump() for event in given[:2]]
+        text = (
+            f"the accuracies are said to have cost {counts}; they are at most {most} counts with laplace noise of {a}"
+        )
+        raise problems.PrivacyMismatch(text)
 
 
 def _task_in(change: Change, client: Client, task_id: str) -> AskedTask:
@@ -341,9 +412,11 @@ def _expect_open(federation: Federation, task: AskedTask) -> None:
     raise problems.PhaseClosed(text, round=federation.run.round, phase=federation.phase, state=federation.run.state)
 
 
-def _examine(blobs: Blobs, federation: Federation, client: Client, task: AskedTask, upload: Upload) -> dict[str, Any]:
+def _examine(
+    registry: Registry, federation: Federation, client: Client, task: AskedTask, upload: Upload
+) -> dict[str, Any]:
     """Check an update; returns columns of its row."""
-    phase = federation.method_phase(task.round, task.step)
+    phase, blobs = federation.method_phase(task.round, task.step), registry.blobs
     try:
         tensors, metadata = upload.tensors()
         size = check(tensors, federation.method.expected_update(phase, client.info(), federation.context()))
@@ -360,10 +433,12 @@ def _examine(blobs: Blobs, federation: Federation, client: Client, task: AskedTa
         raise problems.WrongPayload(
             f"the update was made from payload {about.payload_sha256}; {task.payload_sha256} was served: train again"
         )
-    metrics = {**about.metrics, **spent_metrics(federation, client, about.privacy)}
+    spent = spent_by(registry.database, federation, client, about.privacy)
+    patterns = client_numbers.of_training(federation.method, federation.privacy is not None, summed=False)
+    metrics = kept_numbers(federation, client, about.metrics, patterns)
     if upload.content is not None:
         blobs.admitted.add(upload.sha256, (tensors, change), upload.size)
-    return {"norm": size, "metrics": metrics}
+    return {"norm": size, "metrics": metrics, "spent": spent}
 
 
 def _payload_tensors(place: bytes | Path) -> Arrays:
@@ -481,8 +556,8 @@ async def accept(registry: Registry, federation: Federation, client: Client, tas
 
 def _admit_step(
     registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload
-) -> tuple[bytes, dict[str, float] | None] | None:
-    """The checked body and its metrics; None if this answer was accepted before."""
+) -> tuple[bytes, dict[str, Any] | None] | None:
+    """The checked body and what it cost; None if this answer was accepted before."""
     task = asked_task(registry.database, federation, client, task_id)
     if federation.spec.secure_aggregation is None:
         raise NotSecure(f"{federation.name} has no secure aggregation: its tasks want updates and evaluations")
@@ -492,7 +567,7 @@ def _admit_step(
         raise problems.BodyTooLarge(f"an answer may have {limit(federation)} bytes; this one has more")
     body = upload.read()
     try:
-        metrics = _examine_step(registry, federation, client, task, body)
+        spent = _examine_step(registry, federation, client, task, body)
     except ValidationError as error:
         raise BadExchange(f"step {task.kind}: {problems.first_error(error)}") from None
     except SecureError as error:
@@ -500,12 +575,12 @@ def _admit_step(
             told = FailureRequest(type=error.kind, detail=f"refused in step {task.kind}: {error}")
             accept_failure(registry, federation, client, task_id, told)
         raise REFUSALS.get(error.kind, BadExchange)(f"step {task.kind}: {error}") from None
-    return body, metrics
+    return body, spent
 
 
 def _examine_step(
     registry: Registry, federation: Federation, client: Client, task: AskedTask, body: bytes
-) -> dict[str, float] | None:
+) -> dict[str, Any] | None:
     """Check an answer; returns the privacy cost that a masked vector reports, None for other steps."""
     if task.kind == "train":
         _examine_keys(federation, client, task, KeysAnswer.model_validate_json(body))
@@ -516,7 +591,7 @@ def _examine_step(
         opening.check_shares(roster, place, SharesAnswer.model_validate_json(body))
     elif task.kind == "mask":
         spent = _examine_vector(federation, task, body, roster.sha256.hex())
-        return spent_metrics(federation, client, spent) or None
+        return spent_by(registry.database, federation, client, spent)
     elif task.kind == "confirm":
         opening.check_confirmation(roster, place, attempt.confirm.alive, ConfirmAnswer.model_validate_json(body))
     else:
@@ -572,10 +647,10 @@ class _Exchange(Answer):
 
     registry: Registry
     body: bytes
-    metrics: dict[str, float] | None
+    spent: dict[str, Any] | None
 
     def store(self, change: Change, row: dict[str, Any]) -> None:
-        answer = {"digest": self.digest, "body": self.body, "bytes": len(self.body), "metrics": self.metrics}
+        answer = {"digest": self.digest, "body": self.body, "bytes": len(self.body), "spent": self.spent}
         change.batch.exchanges.append({**row, **answer})
 
     def event(self, change: Change, task: AskedTask) -> run_state.Event:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, Literal
 
-from sqlalchemy import func, select
+from pydantic import BaseModel
+from sqlalchemy import Text, cast, func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Client, Federation
+from promptfed.coordinator.engine import telemetry
 from promptfed.coordinator.engine.jobs import selection_view
 from promptfed.coordinator.engine.sums import released
+from promptfed.coordinator.reports.readable import Reading, leniently
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import (
     ClientRow,
@@ -40,6 +45,8 @@ from promptfed.shared.messages import ENDED, PrivacyEvent, SpendReport
 from promptfed.shared.methods.core.checks import costs, drowned, noised_phases
 from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.privacy.accounting import Drowned
+
+log = logging.getLogger("promptfed.coordinator")
 
 
 def federation_view(session: Session, federation: Federation) -> schemas.FederationView:
@@ -148,46 +155,64 @@ def client_view(row: ClientRow) -> schemas.ClientView:
 
 
 def spends_of(session: Session, federation: Federation, client: Client) -> SpendList:
-    """The privacy cost that one client has reported, in order of its reports."""
-    spends = [*_of_updates(session, federation, client), *_of_evaluations(session, federation, client)]
+    """The privacy cost that one client has reported, in order of its reports, by its own word."""
+    reading = Reading()
+    of_updates = _of_updates(session, federation, client, reading)
+    spends = [*of_updates, *_of_evaluations(session, federation, client, reading)]
+    for text in reading.unreadable:
+        log.warning("a spend of %s is not told: %s", client.name, text, extra=telemetry.where(federation))
     spends.sort(key=lambda spend: (spend.at, spend.round, spend.phase))
     return SpendList(federation_id=federation.id, client=client.name, spends=spends)
 
 
-def _reported(session: Session, federation: Federation, *where: Any) -> Iterator[tuple[Any, SpentPrivacy]]:
+def _reported(session: Session, federation: Federation, reading: Reading, *where: Any) -> Iterator[Reported]:
     """The updates that report their privacy cost, in order of their phases; or masked vectors."""
     table: type[UpdateRow | ExchangeRow] = UpdateRow
     sent = UpdateRow.sha256
     if federation.spec.secure_aggregation is not None:
         table, sent = ExchangeRow, ExchangeRow.digest
-    for row in _answers(session, federation, table, sent.label("sent"), table.metrics, where=where):
-        spent = spent_privacy(row.metrics or {})
+    where = (*where, table.spent.is_not(None))
+    for row in _answers(session, federation, table, sent.label("sent"), leniently(table.spent), where=where):
+        spent = reading.row(f"the cost of {row.client} in round {row.round}", partial(spent_privacy, row.spent))
         if spent is not None:
             yield row, spent
 
 
-def _of_updates(session: Session, federation: Federation, client: Client) -> Iterator[SpendView]:
+Reported = tuple[Any, SpentPrivacy]
+"""An answer's row, and what it cost."""
+
+
+def _of_updates(session: Session, federation: Federation, client: Client, reading: Reading) -> Iterator[SpendView]:
     """Updates, and masked vectors, whose changes are not known."""
     masked = federation.spec.secure_aggregation is not None
-    for row, spent in _reported(session, federation, TaskRow.client == client.name):
-        q, z, count = (row.metrics[f"privacy_{name}"] for name in ("q", "z", "count"))
-        event = PrivacyEvent(mechanism="gaussian", q=q, z=z, count=round(count))
-        yield _spend(row, spent, [event], None if masked else row.sent.removeprefix("sha256:"), split="train")
+    for row, spent in _reported(session, federation, reading, TaskRow.client == client.name):
+        event = reading.row("an event", partial(PrivacyEvent.model_validate, row.spent.get("event")))
+        if event is not None:
+            told = (spent.ledger_epsilon, spent.ledger_epsilon_replace_one)
+            release = None if masked else row.sent.removeprefix("sha256:")
+            yield _spend(row, [event], spent, told, release, split="train")
 
 
-def _of_evaluations(session: Session, federation: Federation, client: Client) -> Iterator[SpendView]:
+def _of_evaluations(session: Session, federation: Federation, client: Client, reading: Reading) -> Iterator[SpendView]:
     """Evaluations with noisy counts, which report their privacy cost."""
     mine = (TaskRow.client == client.name,)
-    for row in _answers(session, federation, EvaluationRow, EvaluationRow.body, where=mine):
-        if row.body.get("privacy") is not None:
-            spent = SpendReport.model_validate(row.body["privacy"])
-            yield _spend(row, spent, spent.events, None, split="test")
+    for row in _answers(session, federation, EvaluationRow, leniently(EvaluationRow.body), where=mine):
+        told = reading.row(f"the evaluation of round {row.round}", partial(_Costed.model_validate, row.body))
+        if told is not None and (spent := told.privacy) is not None:
+            yield _spend(row, spent.events, spent, (spent.epsilon, None), None, split="test")
+
+
+class _Costed(BaseModel):
+    """An evaluation's body, of which only the cost is asked for."""
+
+    privacy: SpendReport | None = None
 
 
 def _spend(
     row: Any,
-    spent: SpentPrivacy | SpendReport,
     events: list[PrivacyEvent],
+    spent: SpentPrivacy | SpendReport,
+    told: tuple[float, float | None],
     release: str | None,
     split: Literal["train", "test"],
 ) -> SpendView:
@@ -198,8 +223,8 @@ def _spend(
         split=split,
         release=release,
         events=events,
-        epsilon=spent.epsilon,
-        epsilon_replace_one=spent.epsilon_replace_one if split == "train" else None,
+        epsilon=told[0],
+        epsilon_replace_one=told[1],
         delta=spent.delta,
         noise=spent.noise,
         at=row.received_at,
@@ -221,9 +246,12 @@ def _answers(
 
 def privacy_view(session: Session, federation: Federation) -> PrivacyView:
     """The figures of all clients together, with warnings for the operator."""
-    clients = _of_clients(session, federation) if federation.spec.privacy.protects_records else []
-    tasks = select(TaskRow.failure).where(TaskRow.federation_id == federation.id, TaskRow.failure.is_not(None))
-    kinds = Counter(failure["type"] for failure in session.scalars(tasks))
+    reading = Reading()
+    clients = _of_clients(session, federation, reading) if federation.spec.privacy.protects_records else []
+    failed = leniently(TaskRow.failure)
+    tasks = select(failed).where(TaskRow.federation_id == federation.id, TaskRow.failure.is_not(None))
+    types = (str(told.get("type")) for told in session.scalars(tasks) if isinstance(told, dict))
+    kinds = Counter(kind for kind in types if kind in FAILURES)
     sums = (
         select(func.min(SumRow.count))
         .join(PhaseRow, PhaseRow.id == SumRow.phase_id)
@@ -233,16 +261,17 @@ def privacy_view(session: Session, federation: Federation) -> PrivacyView:
         level=federation.spec.privacy.level,
         withheld=_withheld(session, federation),
         clients=clients,
+        unreadable=reading.unreadable,
         smallest_sum=session.scalar(sums),
-        failures={kind: count for kind, count in sorted(kinds.items()) if kind in FAILURES},
+        failures=dict(sorted(kinds.items())),
         warnings=_warnings(federation, clients),
     )
 
 
-def _of_clients(session: Session, federation: Federation) -> list[ClientPrivacy]:
+def _of_clients(session: Session, federation: Federation, reading: Reading) -> list[ClientPrivacy]:
     """ε of all releases, and the other figures of each trainer's last one."""
     releases: dict[str, list[SpentPrivacy]] = {}
-    for row, spent in _reported(session, federation):
+    for row, spent in _reported(session, federation, reading):
         releases.setdefault(row.client, []).append(spent)
     return [
         ClientPrivacy(
@@ -257,13 +286,10 @@ def _of_clients(session: Session, federation: Federation) -> list[ClientPrivacy]
 
 
 def _withheld(session: Session, federation: Federation) -> int:
-    query = (
-        select(func.count())
-        .select_from(EvaluationRow)
-        .join(TaskRow, TaskRow.id == EvaluationRow.task_id)
-        .where(TaskRow.federation_id == federation.id, EvaluationRow.body["withheld"].as_boolean())
-    )
-    return session.scalar(query) or 0
+    # As text: where one body is damaged, SQLite refuses to look into any as JSON.
+    body = cast(EvaluationRow.body, Text)
+    joined = select(func.count()).select_from(EvaluationRow).join(TaskRow, TaskRow.id == EvaluationRow.task_id)
+    return session.scalar(joined.where(TaskRow.federation_id == federation.id, body.like('%"withheld": true%'))) or 0
 
 
 def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]:
@@ -279,7 +305,7 @@ def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]
     over = [
         client.client
         for client in clients
-        if client.planned and client.last and client.last.epsilon > client.planned.epsilon_planned * 1.01
+        if client.planned and client.last and client.last.ledger_epsilon > client.planned.epsilon_planned * 1.01
     ]
     if over:
         text = "ε of the ledger is over what this federation was to cost: other federations share it"
@@ -287,18 +313,9 @@ def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]
     return warnings
 
 
-def spent_privacy(metrics: Mapping[str, float]) -> SpentPrivacy | None:
-    """The privacy cost of an update, which is stored among its metrics; None if it was not protected."""
-    if "privacy_epsilon" not in metrics:
-        return None
-    noise: Literal["secret", "seeded"] = "seeded" if metrics["privacy_seeded"] else "secret"
-    return SpentPrivacy(
-        epsilon=metrics["privacy_epsilon"],
-        epsilon_replace_one=metrics.get("privacy_replace_one"),
-        delta=metrics["privacy_delta"],
-        noise_multiplier=metrics["privacy_z"],
-        noise=noise,
-    )
+def spent_privacy(stored: Any) -> SpentPrivacy:
+    """The privacy cost of an update, of its row's column ``spent``. Raises ValidationError."""
+    return SpentPrivacy.model_validate(stored)
 
 
 def central_privacy(session: Session, federation: Federation) -> CentralPrivacyView | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from statistics import fmean
 from typing import Any
 
+from pydantic import Field
 from sqlalchemy import func, select
-from sqlalchemy.orm import Session, defer
+from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation.rows import far_off
 from promptfed.coordinator.domain import clock
@@ -19,6 +21,7 @@ from promptfed.coordinator.domain.round_machine import MASK, TRAIN
 from promptfed.coordinator.engine.jobs import selected_round
 from promptfed.coordinator.problems import NoState, NotFound
 from promptfed.coordinator.reports.federations import spent_privacy
+from promptfed.coordinator.reports.readable import Reading, leniently, rows_of
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import (
@@ -41,9 +44,9 @@ from promptfed.shared.spec.sections import FINAL
 AT_ONCE = 200  # rows that are fetched together, which takes a millisecond or two in which no other thread runs
 
 
-def attempts(federation: Federation, stages: Sequence[PhaseRow]) -> list[list[PhaseRow]]:
+def attempts(federation: Federation, stages: Sequence[Any]) -> list[list[Any]]:
     """The stages of each attempt, in order of step."""
-    by_attempt: list[list[PhaseRow]] = []
+    by_attempt: list[list[Any]] = []
     for stage in stages:
         plan = federation.rules.plan(stage.round, stage.step)
         if plan is not None and plan.secure is not None:
@@ -127,7 +130,7 @@ def page(
 def round_report(session: Session, federation: Federation, round: int) -> report_schemas.RoundReport:
     """Phases, updates, evaluation, bytes and seconds of one round, which must have begun."""
     mine = (PhaseRow.federation_id == federation.id, PhaseRow.round == round)
-    stages = list(session.scalars(select(PhaseRow).where(*mine).order_by(PhaseRow.step)))
+    stages = list(session.execute(rows_of(PhaseRow).where(*mine).order_by(PhaseRow.step)))
     if not stages:
         raise NotFound(f"{federation.name} has just been deleted")
     if federation.spec.secure_aggregation is None:
@@ -172,7 +175,7 @@ def remarks_of(session: Session, federation: Federation) -> list[str]:
     return remarks(spec, reports, counts, has_rate(spec))
 
 
-def _stage_report(stage: PhaseRow, tasks: list[Any]) -> dict[str, Any]:
+def _stage_report(stage: Any, tasks: list[Any], reading: Reading) -> dict[str, Any]:
     def those(*statuses: str) -> list[str]:
         return sorted({task.client for task in tasks if task.status in statuses})
 
@@ -186,19 +189,20 @@ def _stage_report(stage: PhaseRow, tasks: list[Any]) -> dict[str, Any]:
         "payload_sha256": payloads.pop() if len(payloads) == 1 else None,
         "asked": sorted({task.client for task in tasks}),
         "answered": those("answered", "discarded"),
-        "failed": _failures(tasks),
+        "failed": _failures(tasks, reading),
         "expired": those("expired"),
         "withdrawn": those("withdrawn", "discarded"),
         "bytes_down": sum(task.bytes_down for task in tasks),
     }
 
 
-def _failures(tasks: list[Any]) -> list[report_schemas.FailureReport]:
-    return [
-        report_schemas.FailureReport(client=task.client, type=task.failure["type"], detail=task.failure["detail"])
-        for task in tasks
-        if task.failure is not None
-    ]
+def _failures(tasks: list[Any], reading: Reading) -> list[report_schemas.FailureReport]:
+    def failure(task: Any) -> report_schemas.FailureReport:
+        return report_schemas.FailureReport.model_validate({**task.failure, "client": task.client})
+
+    failed = [task for task in tasks if task.failure is not None]
+    found = [reading.row(f"the failure of {task.client}", partial(failure, task)) for task in failed]
+    return [told for told in found if told is not None]
 
 
 def _rows(session: Session, table: type[Base], *where: Any) -> list[Any]:
@@ -206,7 +210,7 @@ def _rows(session: Session, table: type[Base], *where: Any) -> list[Any]:
 
     Rows are fetched in batches, since other threads cannot run while the driver converts one.
     """
-    query = select(table.__table__)
+    query = rows_of(table)
     if table is not TaskRow:
         query = query.join(TaskRow, TaskRow.id == table.__table__.c.task_id)
     rows: list[Any] = []
@@ -215,41 +219,59 @@ def _rows(session: Session, table: type[Base], *where: Any) -> list[Any]:
     return rows
 
 
-def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> report_schemas.PhaseReport:
-    tasks = _rows(session, TaskRow, TaskRow.phase_id == stage.id)
+class _Measured(report_schemas.MeasuredView):
+    """What was measured when a phase closed, as it is stored: ``changes`` are norms, by client."""
+
+    changes: dict[str, float] = Field(default_factory=dict)
+    privacy: report_schemas.CentralPrivacy | None = None
+
+
+def _measured(stage: Any) -> _Measured:
+    return _Measured() if stage.measured is None else _Measured.model_validate(stage.measured)
+
+
+def _phase_report(session: Session, federation: Federation, stage: Any) -> report_schemas.PhaseReport:
+    tasks, reading = _rows(session, TaskRow, TaskRow.phase_id == stage.id), Reading()
     updates = {row.task_id: row for row in _rows(session, UpdateRow, TaskRow.phase_id == stage.id)}
     answered = [(task, updates[task.id]) for task in tasks if task.id in updates]
     counted = [(task, update) for task, update in answered if task.counted]
-    changed = (stage.measured or {}).get("changes", {})
-    far = far_off(changed)
+    measured = reading.row("what was measured", lambda: _measured(stage)) or _Measured()
+    far = far_off(measured.changes)
+    told = {
+        task.id: reading.row(
+            f"the update of {task.client}",
+            partial(_update_report, federation, stage, task, update, measured.changes.get(task.client)),
+        )
+        for task, update in answered
+    }
+    reports = [report for report in told.values() if report is not None]
+    for report in reports:
+        report.far = far.get(report.client)
+    weighed = [(task.weight or 0.0, sent.metrics) for task, _ in counted if (sent := told[task.id]) is not None]
     return report_schemas.PhaseReport.model_validate(
         {
-            **_stage_report(stage, tasks),
+            **_stage_report(stage, tasks, reading),
             "phase": stage.name,
             "sample_size": stage.sample_size,
             "extended": stage.extended,
-            "bytes_up": sum(update.bytes for update in updates.values()),
+            "bytes_up": sum(report.bytes for report in reports),
             "counted": [
                 report_schemas.CountedUpdate(client=task.client, sha256=update.sha256, weight=task.weight or 0.0)
                 for task, update in counted
             ],
-            "updates": [
-                _update_report(federation, stage, task, update, changed.get(task.client), far.get(task.client))
-                for task, update in answered
-            ],
+            "updates": reports,
             "state_hash": session.scalar(select(StateRow.state_hash).where(StateRow.phase_id == stage.id)),
-            "metrics": _mean_metrics(
-                [(task.weight or 0.0, _plain_metrics(update.metrics)) for task, update in counted]
-            ),
-            "measured": stage.measured or {},
-            "privacy": (stage.measured or {}).get("privacy"),
+            "metrics": _mean_metrics(weighed),
+            "measured": report_schemas.MeasuredView(phase=measured.phase, clients=measured.clients),
+            "privacy": measured.privacy,
+            "unreadable": reading.unreadable,
         }
     )
 
 
-def _secure_report(session: Session, federation: Federation, stages: list[PhaseRow]) -> report_schemas.PhaseReport:
+def _secure_report(session: Session, federation: Federation, stages: list[Any]) -> report_schemas.PhaseReport:
     """The report of one attempt at a secure sum: as a phase, with the sum instead of updates."""
-    first, last = stages[0], stages[-1]
+    first, last, reading = stages[0], stages[-1], Reading()
     report = _phase_report(session, federation, first)
     within = TaskRow.phase_id.in_([stage.id for stage in stages])
     sent = select(func.sum(ExchangeRow.bytes)).join(TaskRow, TaskRow.id == ExchangeRow.task_id).where(within)
@@ -257,41 +279,48 @@ def _secure_report(session: Session, federation: Federation, stages: list[PhaseR
     later = [task for task in tasks if task.phase_id != first.id]
     silent = {task.client for task in later if task.failure is None and task.status == "expired"}
     masks = [stage.id for stage in stages[MASK : MASK + 1]]
-    vectors = select(TaskRow, ExchangeRow).join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
-    masked = vectors.where(TaskRow.phase_id.in_(masks)).order_by(TaskRow.client).options(defer(ExchangeRow.body))
-    answers = session.execute(masked).all()
-    spent = {task.client: spent_privacy(exchange.metrics or {}) for task, exchange in answers}
+    columns = (TaskRow.client, TaskRow.weight, TaskRow.counted, ExchangeRow.digest, ExchangeRow.spent)
+    vectors = select(*map(leniently, columns)).join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
+    answers = session.execute(vectors.where(TaskRow.phase_id.in_(masks)).order_by(TaskRow.client)).all()
+    spent = {
+        row.client: reading.row(f"the cost of {row.client}", partial(spent_privacy, row.spent))
+        for row in answers
+        if row.spent is not None
+    }
     total = session.scalars(select(SumRow).where(SumRow.phase_id.in_([stage.id for stage in stages]))).one_or_none()
     plan = federation.rules.plan(first.round, first.step)
     assert plan is not None, "it is an attempt's first step"
     assert plan.secure is not None, "it is an attempt's first step"
+    measured = reading.row("what was measured", lambda: _measured(last)) or _Measured()
+    norm = measured.phase.get("mean_norm")
     return report.model_copy(
         update={
             "completed_at": clock.parse(last.completed_at) if last.completed_at is not None else None,
             "seconds": clock.seconds_between(first.opened_at, last.completed_at),
             "counted": [
-                report_schemas.CountedUpdate(client=task.client, sha256=exchange.digest, weight=task.weight or 0.0)
-                for task, exchange in answers
-                if task.counted
+                report_schemas.CountedUpdate(client=row.client, sha256=row.digest, weight=row.weight or 0.0)
+                for row in answers
+                if row.counted
             ],
             "bytes_up": int(session.scalar(sent) or 0),
             "bytes_down": sum(task.bytes_down for task in tasks),
             "state_hash": session.scalar(select(StateRow.state_hash).where(StateRow.phase_id == last.id)),
-            "failed": [*report.failed, *_failures(later)],
+            "failed": [*report.failed, *_failures(later, reading)],
             "expired": sorted(silent.union(report.expired)),
             "secure": report_schemas.SecureReport(
                 attempt=plan.secure.attempt,
                 sum_clients=total.count if total is not None else None,
                 sum_weight=total.weight if total is not None else None,
-                mean_norm=(last.measured or {}).get("phase", {}).get("mean_norm"),
+                mean_norm=norm,
                 privacy={client: cost for client, cost in spent.items() if cost is not None} or None,
             ),
+            "unreadable": [*report.unreadable, *reading.unreadable],
         }
     )
 
 
 def _update_report(
-    federation: Federation, stage: PhaseRow, task: Any, update: Any, change: float | None, times: float | None
+    federation: Federation, stage: Any, task: Any, update: Any, change: float | None
 ) -> report_schemas.UpdateReport:
     judged = update.judged or {}
     if task.counted:
@@ -308,40 +337,39 @@ def _update_report(
             "bytes": update.bytes,
             "norm": update.norm,
             "change": change,
-            "far": times,
             "received_at": update.received_at,
             "verdict": verdict,
             "weight": task.weight,
             "influence": judged.get("influence"),
             "distance": judged.get("distance"),
-            "metrics": _plain_metrics(update.metrics),
-            "privacy": spent_privacy(update.metrics),
+            "metrics": update.metrics,
+            "privacy": None if update.spent is None else spent_privacy(update.spent),
         }
     )
 
 
-def _plain_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith("privacy_")}
-
-
 def _mean_metrics(parts: list[tuple[float, dict[str, float]]]) -> dict[str, float]:
     """Weighted means of the metrics that all clients have sent."""
-    if not parts:
+    total = sum(weight for weight, _ in parts)
+    if not total:
         return {}
     common = set.intersection(*(set(metrics) for _, metrics in parts))
-    total = sum(weight for weight, _ in parts)
     return {name: sum(weight * metrics[name] for weight, metrics in parts) / total for name in sorted(common)}
 
 
-def _evaluation_report(session: Session, federation: Federation, stage: PhaseRow) -> report_schemas.EvaluationReport:
-    tasks = _rows(session, TaskRow, TaskRow.phase_id == stage.id)
+def _evaluation_report(session: Session, federation: Federation, stage: Any) -> report_schemas.EvaluationReport:
+    tasks, reading = _rows(session, TaskRow, TaskRow.phase_id == stage.id), Reading()
     bodies = {row.task_id: row for row in _rows(session, EvaluationRow, TaskRow.phase_id == stage.id)}
-    clients = {
-        task.client: _client_evaluation(federation, task.client, bodies[task.id])
+    told = {
+        task.client: reading.row(
+            f"the evaluation of {task.client}", partial(_client_evaluation, federation, task.client, bodies[task.id])
+        )
         for task in tasks
         if task.id in bodies and task.status == "answered"
     }
-    report = {**_stage_report(stage, tasks), "bytes_up": 0, **_with_means(clients)}
+    clients = {name: report for name, report in told.items() if report is not None}
+    report = {**_stage_report(stage, tasks, reading), "bytes_up": 0, **_with_means(clients)}
+    report["unreadable"] = reading.unreadable
     return report_schemas.EvaluationReport.model_validate(report)
 
 
@@ -352,15 +380,17 @@ def _tested(
     if federation.spec.selection is None or selected_round(session, federation) != round:
         return report
     final = (PhaseRow.federation_id == federation.id, PhaseRow.name == FINAL)
-    stage = session.scalars(select(PhaseRow).where(*final)).one_or_none()
+    stage = session.execute(rows_of(PhaseRow).where(*final)).one_or_none()
     if stage is None:
         return report
     clients = dict(report.clients)
-    for name, tested in _evaluation_report(session, federation, stage).clients.items():
+    final_report = _evaluation_report(session, federation, stage)
+    for name, tested in final_report.clients.items():
         known = clients.get(name, tested)
         both = {at: getattr(known, at) | getattr(tested, at) for at in ("splits", "zero_shot", "metrics")}
         clients[name] = known.model_copy(update=both)
-    return report.model_copy(update=_with_means(clients))
+    both = {"unreadable": [*report.unreadable, *final_report.unreadable]}
+    return report.model_copy(update=_with_means(clients) | both)
 
 
 def _with_means(clients: dict[str, report_schemas.ClientEvaluation]) -> dict[str, Any]:
@@ -391,8 +421,9 @@ def _spent_counts(spent: dict[str, Any] | None) -> dict[str, Any] | None:
     if spent is None:
         return None
     (event,) = spent["events"]
-    told = {key: spent[key] for key in ("epsilon", "delta", "noise")}
-    return {**told, "count_epsilon": event["z"], "counts": event["count"]}
+    a, counts = event["z"], event["count"]
+    told = {"ledger_epsilon": spent["epsilon"], "delta": spent["delta"], "noise": spent["noise"]}
+    return {**told, "epsilon": counts * a, "count_epsilon": a, "counts": counts}
 
 
 def _mean_accuracy(clients: list[report_schemas.ClientEvaluation]) -> dict[str, dict[str, float]]:

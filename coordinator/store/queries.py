@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from statistics import fmean
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Select, bindparam, insert, select, update
+from pydantic import ValidationError
+from sqlalchemy import Connection, Select, bindparam, insert, select, type_coerce, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import InstrumentedAttribute, Session
 from sqlalchemy.sql.dml import Insert, Update
@@ -24,6 +26,7 @@ from promptfed.coordinator.store.tables import (
     EventRow,
     ExchangeRow,
     FederationRow,
+    Lenient,
     ObjectRow,
     PhaseRow,
     StateRow,
@@ -31,6 +34,8 @@ from promptfed.coordinator.store.tables import (
     TokenRow,
     UpdateRow,
 )
+from promptfed.shared.messages import EvaluationRequest
+from promptfed.shared.privacy.accounting import Event
 from promptfed.shared.spec.sections import SelectionSpec
 
 T = TypeVar("T", bound=Base)
@@ -102,12 +107,28 @@ def means_by_round(session: Session, id: str, phase: str, selection: SelectionSp
     told: dict[int, list[float]] = {}
     answered = (PhaseRow.kind == "evaluate", PhaseRow.name == phase, TaskRow.status == "answered")
     query = tasks_with_phases(id).join(EvaluationRow, EvaluationRow.task_id == TaskRow.id).where(*answered)
-    columns = query.with_only_columns(PhaseRow.round, EvaluationRow.body)
+    columns = query.with_only_columns(PhaseRow.round, type_coerce(EvaluationRow.body, Lenient()))
     for round, body in session.execute(columns.order_by(PhaseRow.round, TaskRow.client)):
-        value = body["splits"].get(selection.split, {}).get(selection.metric)
-        if value is not None:
-            told.setdefault(round, []).append(value)
+        try:
+            value = EvaluationRequest.model_validate(body).splits.get(selection.split)
+        except ValidationError:
+            continue  # the round's report names it
+        figure = None if value is None else getattr(value, selection.metric)
+        if figure is not None:
+            told.setdefault(round, []).append(figure)
     return {round: fmean(values) for round, values in told.items()}
+
+
+def spent_events(session: Session, id: str, client: str) -> list[Event]:
+    """What each release of a client has cost so far; one that cannot be read is left out."""
+    events = []
+    for table in (UpdateRow, ExchangeRow):
+        joined = select(type_coerce(table.spent, Lenient())).join(TaskRow, TaskRow.id == table.task_id)
+        mine = joined.where(TaskRow.federation_id == id, TaskRow.client == client, table.spent.is_not(None))
+        for spent in session.scalars(mine):
+            with suppress(ValueError, TypeError, LookupError):
+                events.append(Event(**spent["event"]))
+    return events
 
 
 Row = dict[str, Any]

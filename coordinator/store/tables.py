@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import DDL, JSON, BigInteger, ForeignKey, Index, Integer, MetaData, String, UniqueConstraint, event
+from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeDecorator
 
 NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -18,6 +20,28 @@ NAMES = {
     "pk": "pk_%(table_name)s",
 }
 Json = JSON(none_as_null=True)
+NOT_JSON = "what is stored is not JSON"
+
+
+class Lenient(TypeDecorator[Any]):
+    """JSON as a report reads it: what is damaged comes as the text `NOT_JSON`, beside rows that are whole."""
+
+    impl = JSON
+    cache_ok = True
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Any:
+        """As JSON's own."""
+        whole = super().result_processor(dialect, coltype)
+
+        def read(stored: Any) -> Any:
+            try:
+                return whole(stored) if whole is not None else stored
+            except ValueError:
+                return NOT_JSON
+
+        return read
+
+
 Text = String().with_variant(String(collation="C"), "postgresql")
 # SQLite's INTEGER has 64 bits, and only a column of just this type numbers its rows.
 Whole = BigInteger().with_variant(Integer(), "sqlite")
@@ -213,8 +237,9 @@ class TaskRow(Base):
 class UpdateRow(Base):
     """The one accepted update of a task. ``stored`` is false once retention has removed its bytes.
 
-    ``judged``: what the aggregation rule made of it (``rules.Judged``), where it is not the plain mean. ``sent``: the
-    digest of the compressed body; ``sha256`` is then that of the decompressed one, which is stored.
+    ``metrics``: the client's own numbers. ``spent``: what it cost the client's privacy budget (`spent_by`). ``judged``:
+    what the aggregation rule made of it (``rules.Judged``), where it is not the plain mean. ``sent``: the digest of the
+    compressed body; ``sha256`` is then that of the decompressed one, which is stored.
     """
 
     __tablename__ = "updates"
@@ -226,6 +251,7 @@ class UpdateRow(Base):
     metrics: Mapped[dict[str, Any]]
     received_at: Mapped[str]
     stored: Mapped[bool]
+    spent: Mapped[dict[str, Any] | None]
     judged: Mapped[dict[str, Any] | None]
     sent: Mapped[str | None]
 
@@ -244,7 +270,7 @@ class EvaluationRow(Base):
 class ExchangeRow(Base):
     """The one accepted answer to a step of a secure sum. ``body`` goes once the sum is committed; the digest stays.
 
-    ``metrics``: of a masked vector what it cost its client's privacy budget; null for other steps, and of before 0014.
+    ``spent``: of a masked vector what it cost its client's privacy budget; null for other steps.
     """
 
     __tablename__ = "exchanges"
@@ -254,7 +280,7 @@ class ExchangeRow(Base):
     body: Mapped[bytes | None]
     bytes: Mapped[int]
     received_at: Mapped[str]
-    metrics: Mapped[dict[str, Any] | None]
+    spent: Mapped[dict[str, Any] | None]
 
 
 class SumRow(Base):

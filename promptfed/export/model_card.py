@@ -46,8 +46,8 @@ from promptfed.shared.api.export_card import (
 from promptfed.shared.clip import Backbone
 from promptfed.shared.clip.embedded import EMBEDDED
 from promptfed.shared.methods import METHODS
+from promptfed.shared.plain_text import counted, markdown_cell, markdown_code
 from promptfed.shared.plain_text import markdown as plain_markdown
-from promptfed.shared.plain_text import markdown_cell, markdown_code
 from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import encode, state_hash
@@ -228,6 +228,11 @@ def markdown(card: Card, snippet: str | None) -> str:
         "participants": f"{trained} trained, {len(card.participants) - trained} only evaluated",
         **_origin(card),
         "sent": _sent(card),
+        **(
+            {"not readable": f"{counted(card.unreadable, 'answer')} of clients: in no figure"}
+            if card.unreadable
+            else {}
+        ),
         "state": f"`{card.hashes.state}`",
         "backbone's weights": f"`{card.hashes.backbone}`",
     }
@@ -264,25 +269,40 @@ UNPROTECTED = (
 
 
 def _privacy(given: PrivacySummary | None) -> str:
-    """What ε covers and what it does not cover. Clients report their ε and noise themselves."""
-    if given is None or given.epsilon_max is None:
+    """What ε covers and what it does not cover."""
+    if given is None or not given.clients or given.noise_multiplier is None:
         return UNPROTECTED
     if given.level == "client":
         return _clients(given)
     text = (
         f"Each of {given.clients} clients trained with DP-SGD (clip {given.clip:g}, noise at least "
-        f"{given.noise_multiplier:g}) at the level of one {given.unit}: by the clients' own word ε is "
-        f"{given.epsilon_max:.3g} at most and {given.epsilon_median:.3g} in the median, at δ = {given.delta:g} "
-        f"({given.relation}, {given.accountant}){_replaced(given)}. It covers the tensors that they sent. It does not "
-        "cover numbers of images, class names, who took part and when, what many records share, nor one person at two "
-        f"sites. Accuracies: {given.evaluation}."
+        f"{given.noise_multiplier:g}) at the level of one {given.unit}. {_of_records(given)} It covers the tensors "
+        "that they sent. It does not cover numbers of images, class names, who took part and when, what many records "
+        f"share, nor one person at two sites. Accuracies: {given.evaluation}."
     )
     if given.noise == "seeded":
         text += " The noise was simulated, from a seed: this is no guarantee to anybody."
     return text
 
 
+def _of_records(given: PrivacySummary) -> str:
+    """ε of this federation, which the coordinator has computed, and the largest of the sites' own figures."""
+    own = ""
+    if given.ledger_epsilon_max is not None:
+        most = f"ε = {given.ledger_epsilon_max:.3g}"
+        own = f" By the clients' own word, their ledgers hold {most} at most, of all federations together."
+    if given.epsilon_max is None or given.epsilon_median is None:
+        return f"What this federation alone has cost was not computed.{own}"
+    return (
+        f"From the noise and the numbers of {given.unit}s that they declared, this federation has cost ε = "
+        f"{given.epsilon_max:.3g} at most and {given.epsilon_median:.3g} in the median, at δ = "
+        f"{given.delta:g} ({given.relation}, {given.accountant}){_replaced(given)}.{own}"
+    )
+
+
 def _clients(given: PrivacySummary) -> str:
+    if given.epsilon_max is None:
+        return UNPROTECTED
     text = (
         f"The coordinator added noise (clip {given.clip:g}, noise {given.noise_multiplier:g}) to each round's mean at "
         f"the level of one whole client of {given.clients}: ε is {given.epsilon_max:.3g} at δ = {given.delta:g} "

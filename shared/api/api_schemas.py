@@ -481,7 +481,7 @@ class SpendView(BaseModel):
     split: Literal["train", "test"] = "train"
     release: str | None
     events: list[PrivacyEvent]
-    epsilon: float = Field(description="of the client's ledger after it")
+    epsilon: float = Field(description="of the client's ledger after it, by its own word")
     epsilon_replace_one: float | None = None
     delta: float
     noise: Literal["secret", "seeded"]
@@ -497,12 +497,12 @@ class SpendList(BaseModel):
 
 
 class ClientPrivacy(BaseModel):
-    """What one client plans, and has spent: ε of its ledger after its last release, which may count others too."""
+    """What one client plans, by its own word, and what its releases have cost in this federation."""
 
     client: str
     planned: EnrolledProtection | None
-    spent: list[float] = Field(description="ε after each release, in order")
-    last: SpentPrivacy | None = Field(description="what the last release has told")
+    spent: list[float | None] = Field(description="ε after each release, in order, as the coordinator computes it")
+    last: SpentPrivacy | None = Field(description="after the last release, beside what its ledger is said to hold")
 
 
 class PrivacyView(BaseModel):
@@ -514,3 +514,4 @@ class PrivacyView(BaseModel):
     smallest_sum: int | None = Field(description="clients in the smallest secure sum so far")
     failures: dict[str, int] = Field(description="tasks that a client's budget or policy has refused, by kind")
     warnings: list[str]
+    unreadable: list[str] = Field([], description="stored answers that are left out, as they cannot be read, and why")

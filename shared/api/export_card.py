@@ -89,9 +89,12 @@ class SumsSummary(BaseModel):
 
 
 class PrivacySummary(BaseModel):
-    """Differential privacy of a result: ε of the clients' ledgers at their largest δ, with the least noise of any.
+    """Differential privacy of a result: what this federation has cost its clients, at their largest δ.
 
-    At level client ε is the federation's, the same for each of the ``clients`` expected, and noise is ``central``.
+    The coordinator computes ε from the noise, of which the least is told, and the numbers of units that clients have
+    declared; null where it has not. ``ledger_epsilon_max`` is the largest that a client's ledger is said to hold over
+    all its federations, by the clients' own word. At level client ε is the same for each of the ``clients`` expected,
+    and noise is ``central``.
 
     ``relation``: neighbours differ in one unit whose contribution is nothing; ``epsilon_replace_one`` is that of
     neighbours one of whose units is another one, the largest of any client. Both hold against whoever knows who took
@@ -106,6 +109,7 @@ class PrivacySummary(BaseModel):
     epsilon_median: float | None
     epsilon_replace_one: float | None = None
     epsilon_if_secret: float | None = left_out(default=None)
+    ledger_epsilon_max: float | None = left_out(default=None)
     clients: int
     delta: float | None
     clip: float | None
@@ -181,6 +185,7 @@ class Facts(BaseModel):
     licence: Licence | None = left_out(default=None)
     selection: SelectionView | None = left_out(default=None, description="how the round was chosen, if it is the one")
     accuracy: Accuracies | None
+    unreadable: int = left_out(0, default=0, description="answers of clients that could not be read, and count nowhere")
     privacy: PrivacySummary | None = None
     secure_aggregation: SumsSummary | None = left_out(default=None)
     bytes: Traffic | None = Field(description="null where it is secret who took part, which they would tell")
@@ -235,7 +240,7 @@ class Tally:
     """What the rounds of a federation add up to. Reports are added one by one: together they can fill the memory."""
 
     def __init__(self, reports: Iterable[RoundReport] = ()):
-        self.up = self.down = self.rounds_counted = self.states = 0
+        self.up = self.down = self.rounds_counted = self.states = self.unreadable = 0
         self.counted: Counter[str] = Counter()
         self.measured: tuple[int, EvaluationReport] | None = None
         self.spent: dict[str, SpentPrivacy] = {}
@@ -250,6 +255,7 @@ class Tally:
         self.down += report.bytes_down
         self.rounds_counted += any(phase.counted for phase in report.phases)
         self.states += any(phase.state_hash for phase in report.phases)
+        self.unreadable += sum(len(stage.unreadable) for stage in report.stages)
         for phase in report.phases:
             self.counted.update(update.client for update in phase.counted)
             self.spent |= {update.client: update.privacy for update in phase.updates if update.privacy is not None}
@@ -267,23 +273,24 @@ class Tally:
         return None if given is None else SumsSummary(smallest_sum=self.smallest_sum, threshold=given.threshold)
 
     def privacy(self, view: FederationView) -> PrivacySummary | None:
-        """What protected training has cost the clients, by their own word; None where nothing was protected."""
+        """What protected training has cost the clients; None where nothing was protected."""
         given = view.spec.privacy
         if given.level == "none":
             return None
         if given.level == "client":
             return self._of_clients(view)
         spent = self.spent.values()
-        epsilons = sorted(client.epsilon for client in spent)
-        replaced = [client.epsilon_replace_one for client in spent if client.epsilon_replace_one is not None]
+        epsilons = _of_all([client.epsilon for client in spent])
+        replaced = _of_all([client.epsilon_replace_one for client in spent])
         return PrivacySummary(
             level=given.level,
             unit=given.unit,
             clip=given.clip,
-            epsilon_max=epsilons[-1] if epsilons else None,
+            epsilon_max=max(epsilons, default=None),
             epsilon_median=median(epsilons) if epsilons else None,
-            epsilon_replace_one=max(replaced) if replaced and len(replaced) == len(epsilons) else None,
-            clients=len(epsilons),
+            epsilon_replace_one=max(replaced, default=None),
+            ledger_epsilon_max=max((client.ledger_epsilon for client in spent), default=None),
+            clients=len(spent),
             delta=max((client.delta for client in spent), default=None),
             noise_multiplier=min((client.noise_multiplier for client in spent), default=None),
             noise="seeded" if any(client.noise == "seeded" for client in spent) else "secret",
@@ -309,6 +316,12 @@ class Tally:
             rounds_counted=self.states,
             evaluation=view.spec.evaluations,
         )
+
+
+def _of_all(figures: list[float | None]) -> list[float]:
+    """The figures of all clients; none where one is not known."""
+    known = [figure for figure in figures if figure is not None]
+    return known if len(known) == len(figures) else []
 
 
 def spec_hash(spec: Mapping[str, Any]) -> str:
@@ -358,6 +371,7 @@ def facts_of(
         licence=spec.licence,
         selection=view.selection if view.selection is not None and view.selection.round == round else None,
         accuracy=_accuracies(tally, shown),
+        unreadable=tally.unreadable,
         privacy=tally.privacy(view),
         secure_aggregation=tally.sums(view),
         bytes=None if secret else Traffic(up=tally.up, down=tally.down),

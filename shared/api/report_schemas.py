@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from statistics import fmean
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
 from promptfed.shared.messages import Role, SplitResult
 from promptfed.shared.plain_text import counted
+from promptfed.shared.privacy.accounting import LARGEST_EPSILON, MOST_EPSILON
 from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.spec import FederationSpec
 
@@ -29,16 +30,21 @@ class CountedUpdate(BaseModel):
 
 
 class SpentPrivacy(BaseModel):
-    """What an update has made of its client's ledger, by its own word. ``seeded`` noise guarantees nothing.
+    """What a client's releases in this federation have cost so far, at ``delta``; ``seeded`` noise guarantees nothing.
 
-    ``epsilon`` is of zero-out neighbours; that of replace-one ones is null for older clients.
+    ``epsilon`` and ``epsilon_replace_one`` are computed by the coordinator, from the noise and the number of units that
+    the client has declared; null of a release that was stored without. Those of the ledger are the client's own word.
     """
 
-    epsilon: float
-    epsilon_replace_one: float | None = None
+    epsilon: float | None = Field(description="zero-out: neighbours differ in a unit whose contribution is nothing")
+    epsilon_replace_one: float | None = Field(None, description="of neighbours one of whose units is another one")
     delta: float
     noise_multiplier: float
     noise: Literal["secret", "seeded"]
+    ledger_epsilon: Annotated[
+        float, Field(ge=0, le=MOST_EPSILON, description="of the site's ledger, which counts all its federations")
+    ]
+    ledger_epsilon_replace_one: Annotated[float | None, Field(ge=0, le=LARGEST_EPSILON)] = None
 
 
 class CentralPrivacy(BaseModel):
@@ -109,6 +115,9 @@ class StageReport(BaseModel):
     withdrawn: list[str]
     bytes_up: int
     bytes_down: int
+    unreadable: list[str] = Field(
+        [], description="what clients have sent and is left out, as it cannot be read, and why"
+    )
 
 
 class MeasuredView(BaseModel):
@@ -146,9 +155,10 @@ class PhaseReport(StageReport):
 
 
 class SpentCounts(BaseModel):
-    """What noisy counts have made of the test images' budget, by their owner's word; ``count_epsilon`` of each."""
+    """What noisy counts cost the test images; ``count_epsilon`` each. The ledger's figure is their owner's own word."""
 
-    epsilon: float
+    epsilon: float = Field(description="of these counts alone, added up")
+    ledger_epsilon: Annotated[float, Field(ge=0, le=MOST_EPSILON, description="at delta, of all federations")]
     delta: float
     count_epsilon: float
     counts: int
@@ -191,6 +201,11 @@ class RoundReport(BaseModel):
     bytes_down: int
     phases: list[PhaseReport]
     evaluation: EvaluationReport | None
+
+    @property
+    def stages(self) -> list[StageReport]:
+        """Phases, and the evaluation if there is one."""
+        return [*self.phases, *([self.evaluation] if self.evaluation is not None else [])]
 
 
 class RoundPage(BaseModel):

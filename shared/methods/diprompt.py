@@ -87,6 +87,7 @@ class DiPrompt(pf.Method):
     paper = "Bai et al., DiPrompT: Disentangled Prompt Tuning for Multiple Latent Domains, 2024 (a reconstruction)"
     unprotected = "which prompts train depends on the images"
     metrics = ("loss", "query_loss", "domain_share_*")
+    evaluation_metrics = (pf.SHARE + "*",)
     shares = ("domain_share_*",)
     Hyper = DiPromptHyper
     hyper: DiPromptHyper

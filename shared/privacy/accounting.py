@@ -30,10 +30,13 @@ from typing import Any, Literal
 from promptfed.shared.files import write_whole
 
 RECORDED = 1e-4  # grid of the privacy loss for every recorded or enforced ε
-COARSE = 1e-3  # for calibration only; it takes a tenth of the time
+COARSE = 1e-3  # for calibration, and a coordinator's figures; it takes a tenth of the time
 LEAST_NOISE, MOST_NOISE = 0.3, 1000.0  # range of the noise multiplier
 LEAST_DELTA = 1e-10
+MOST_EPSILON = 1000.0  # the largest budget of a data set
+LARGEST_EPSILON = 1e9  # beyond what any plan or bound comes to
 HOPELESS = 400.0  # a larger ε protects nothing; a simpler bound, which needs little memory, is used there
+MOST_STEPS = 10**6  # of more, too; distributions of their losses take minutes
 RELATION = "zero-out"  # neighbours of every budget and limit
 ACCOUNTANT = "pld"
 
@@ -128,7 +131,15 @@ def _composed(events: tuple[Event, ...], delta: float, interval: float) -> float
     from dp_accounting import NeighboringRelation
 
     simple = _simple_bound(events, delta)
-    return simple if simple > HOPELESS else _by_pld(events, delta, NeighboringRelation.REPLACE_SPECIAL, interval)
+    return (
+        simple
+        if simple > HOPELESS or _steps(events) > MOST_STEPS
+        else _by_pld(events, delta, NeighboringRelation.REPLACE_SPECIAL, interval)
+    )
+
+
+def _steps(events: Iterable[Event]) -> int:
+    return sum(event.count for event in events)
 
 
 def _by_pld(events: Iterable[Event], delta: float, relation: Any, interval: float) -> float:
@@ -154,29 +165,29 @@ def _simple_bound(events: tuple[Event, ...], delta: float) -> float:
     return counts + (float(accountant.get_epsilon(delta)) if gaussians else 0.0)
 
 
-def replace_one_epsilon(events: Iterable[Event], delta: float) -> float:
+def replace_one_epsilon(events: Iterable[Event], delta: float, interval: float = RECORDED) -> float:
     """An upper bound of the joint ε of ``events`` at ``delta`` for replace-one neighbours; 0 for no events."""
-    return _replaced(merged(events), delta)
+    return _replaced(merged(events), delta, interval)
 
 
 @lru_cache(maxsize=256)
-def _replaced(events: tuple[Event, ...], delta: float) -> float:
+def _replaced(events: tuple[Event, ...], delta: float, interval: float) -> float:
     sums = tuple(event for event in events if event.mechanism == "gaussian")
     if not sums:
-        return epsilon_of(events, delta)
+        return epsilon_of(events, delta, interval)
     # Training and test images have separate budgets, so sums and counts rarely occur together.
     counts = math.fsum(event.z * event.count for event in events if event.mechanism == "laplace")
-    return counts + _of_sums(sums, delta)
+    return counts + _of_sums(sums, delta, interval)
 
 
-def _of_sums(sums: tuple[Event, ...], delta: float) -> float:
+def _of_sums(sums: tuple[Event, ...], delta: float, interval: float) -> float:
     from dp_accounting import NeighboringRelation
 
-    if epsilon_of(sums, delta) > HOPELESS / 4:
+    if _steps(sums) > MOST_STEPS or epsilon_of(sums, delta, interval) > HOPELESS / 4:
         # Such a loss would need too much memory. Without amplification a sum is ρ-zCDP with ρ = (2/z)²/2.
         rho = math.fsum(2 * event.count / event.z**2 for event in sums)
         return rho + 2 * math.sqrt(rho * math.log(1 / delta))
-    return _by_pld(sums, delta, NeighboringRelation.REPLACE_ONE, RECORDED)
+    return _by_pld(sums, delta, NeighboringRelation.REPLACE_ONE, interval)
 
 
 def _mechanism(event: Event) -> Any:

@@ -23,6 +23,7 @@ from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import tensor_of, tensors_of
 from promptfed.testing.clients import DEADLINE, ScriptedClient, bearer, spec
 from tests.support.coordinators import InThread, in_thread
+from tests.support.open_phases import told as refused_as
 from tests.support.waiting import wait_for
 
 NAMES = ("a", "b", "c", "d", "e", "f")
@@ -235,13 +236,20 @@ def test_noisy_counts_are_told_as_such(coordinator: InThread) -> None:
     federation, (client,) = created(coordinator, ("a",), privacy={"level": "none"}, rounds=1)
     coordinator.post(f"{federation}/start")
     task = coordinator.task(client)
-    event = {"mechanism": "laplace", "q": 1.0, "z": 0.5, "count": 2}
+    event = {"mechanism": "laplace", "q": 1.0, "z": 0.1, "count": 2}
     spent = {"events": [event], "epsilon": 1.0, "delta": 1e-3, "noise": "secret"}
-    body = {"splits": {"test": {"accuracy": 0.5, "num_samples": 20}}, "zero_shot": {}, "privacy": spent}
+    result = {"test": {"accuracy": 0.5, "num_samples": 20}}
+    body = {"splits": result, "zero_shot": result, "privacy": spent}
     path = f"/v1/federations/{federation}/tasks/{task['task_id']}/evaluation"
+    for events in ([event, event], [event | {"z": 0.5}], [event | {"count": 3}], [event | {"mechanism": "gaussian"}]):
+        refused = coordinator.http.put(
+            path, json=body | {"privacy": spent | {"events": events}}, headers=client.headers
+        )
+        assert refused_as(refused) == (422, "privacy-mismatch")
     assert coordinator.http.put(path, json=body, headers=client.headers).status_code == 201
-    told = coordinator.get(f"{federation}/rounds")["rounds"][0]["evaluation"]["clients"]["a"]
-    assert told["privacy"] == {"epsilon": 1.0, "delta": 1e-3, "noise": "secret", "count_epsilon": 0.5, "counts": 2}
+    found = coordinator.get(f"{federation}/rounds")["rounds"][0]["evaluation"]["clients"]["a"]["privacy"]
+    own = {"ledger_epsilon": 1.0, "delta": 1e-3, "noise": "secret"}
+    assert found == own | {"epsilon": 0.2, "count_epsilon": 0.1, "counts": 2}
 
 
 # Who takes part under Poisson sampling: what each class of readers learns of it, channel by channel.

@@ -109,6 +109,7 @@ function troubles(clients, rounds) {
       const where = `round ${report.round}, ${stage.phase ?? "evaluation"}`;
       const at = stage.closed_at ?? stage.opened_at;
       for (const one of stage.failed) found.push({ at, client: one.client, what: `failed in ${where}: ${one.type}`, why: one.detail });
+      for (const line of stage.unreadable) found.push({ at, client: "", what: `cannot be read in ${where}, and is in no figure`, why: line });
       for (const name of stage.expired) found.push({ at, client: name, what: `no answer in ${where}`, why: "it had not answered when this ended" });
       for (const one of stage.updates ?? []) {
         if (one.far) found.push({ at: one.received_at, client: one.client, what: `far off in ${where}`, why: `its change is ${figure(one.far)} times as long as the round's median` });

@@ -7,7 +7,7 @@ import { counted, figure } from "./format.js";
 const SERIES = 8;
 const RECENT = 5; // rounds whose sums are shown
 export const HIDDEN = "Clients mask their changes, and only the sum is known. Norms, directions and verdicts of single clients are unknown, and clients send no number that they measured in training.";
-const LEVELS = { sample: "Each client trains with differential privacy; ε is what its own ledger says.", client: "Whole clients are protected by noise in the mean; ε is the federation's, which this coordinator computes itself." };
+const LEVELS = { sample: "Each client trains with differential privacy; ε is what this federation has cost it, by the noise and the numbers of records that it has declared. What its ledger holds, over all its federations, is its own word.", client: "Whole clients are protected by noise in the mean; ε is the federation's, which this coordinator computes itself." };
 
 export class Privacy {
   constructor() {
@@ -49,8 +49,8 @@ function central({ epsilon, epsilon_planned: planned, epsilon_planned_replace_on
 function clientTable(clients) {
   const number = (title) => ({ title, class: "number" });
   const shown = (value, digits = 2) => (value === null || value === undefined ? "–" : figure(value, digits));
-  const rows = clients.map((one) => [one.client, shown(one.last?.epsilon), shown(one.last?.epsilon_replace_one), shown(one.planned?.epsilon_planned), String(one.spent.length), shown((one.last ?? one.planned)?.noise_multiplier), (one.last ?? one.planned)?.delta ?? "–", one.last?.noise === "seeded" ? h("strong", {}, "seeded: no guarantee") : (one.last?.noise ?? "–")]);
-  return table("What clients have spent", ["client", number("ε spent"), number("replace-one"), number("ε planned"), number("releases"), number("noise z"), number("δ"), "noise"], rows);
+  const rows = clients.map((one) => [one.client, shown(one.last?.epsilon), shown(one.last?.epsilon_replace_one), shown(one.last?.ledger_epsilon), shown(one.planned?.epsilon_planned), String(one.spent.length), shown((one.last ?? one.planned)?.noise_multiplier), (one.last ?? one.planned)?.delta ?? "–", one.last?.noise === "seeded" ? h("strong", {}, "seeded: no guarantee") : (one.last?.noise ?? "–")]);
+  return table("What clients have spent", ["client", number("ε spent here"), number("replace-one"), number("ε of its ledger"), number("ε planned"), number("releases"), number("noise z"), number("δ"), "noise"], rows);
 }
 
 export class Sums {

@@ -261,7 +261,7 @@ def _show_result(api: Coordinator, federation: str) -> None:
         say(f"sent up {size(result.bytes_up)}, down {size(result.bytes_down)}")
 
 
-SPENT = ["client", "releases", "ε spent", "replace-one", "ε planned", "δ", "noise multiplier", "noise"]
+SPENT = ["client", "releases", "ε here", "replace-one", "its ledger", "ε planned", "δ", "noise multiplier", "noise"]
 COLUMNS = ["round", "loss", "accuracy", "unseen", "seconds", "up", "down"]
 
 
@@ -294,7 +294,7 @@ def rounds(federation: Federation, api: Api, as_json: Json = False) -> None:
     if as_json:
         print_json(api.run(operations.accuracies(federation)).reports)
         return
-    rows = []
+    rows, damaged = [], []
     for report in finished(api, federation):
         known = loss_of(report)
         unknown = "masked" if any(phase.secure is not None for phase in report.phases) else "-"
@@ -311,7 +311,14 @@ def rounds(federation: Federation, api: Api, as_json: Json = False) -> None:
                 size(report.bytes_down),
             ]
         )
+        damaged += [f"round {report.round}: {text}" for stage in report.stages for text in stage.unreadable]
     console.print(table(None, COLUMNS, rows))
+    for line in _unreadable(damaged):
+        say(line)
+
+
+def _unreadable(texts: list[str]) -> list[str]:
+    return [plain(f"cannot be read, and is in no figure: {text}") for text in texts]
 
 
 def _accuracy(report: RoundReport, role: Role) -> str:
@@ -323,7 +330,7 @@ def _accuracy(report: RoundReport, role: Role) -> str:
 
 @group.add()
 def privacy(federation: Federation, api: Api, as_json: Json = False) -> None:
-    """Show what differential privacy has cost each client, by its own account, and what budgets have refused."""
+    """Show what differential privacy has cost each client here, what its ledger is said to hold, and refused tasks."""
     answer = api.send(operations.get_privacy(federation))
     if as_json:
         print_json(answer.json)
@@ -334,14 +341,15 @@ def privacy(federation: Federation, api: Api, as_json: Json = False) -> None:
     if view.clients:
         console.print(table(None, SPENT, [_spent(client) for client in view.clients]))
     refused = [f"{count} tasks refused: {kind}" for kind, count in view.failures.items()]
-    for line in (*view.warnings, *refused):
+    for line in (*view.warnings, *refused, *_unreadable(view.unreadable)):
         say(line)
 
 
 def _spent(client: ClientPrivacy) -> list[str]:
     planned, last = client.planned.epsilon_planned if client.planned else None, client.last
-    spent = (last.epsilon, last.epsilon_replace_one, last.delta, last.noise_multiplier) if last else (None,) * 4
-    shown = ["-" if value is None else f"{value:.4g}" for value in (*spent[:2], planned, *spent[2:])]
+    names = ("epsilon", "epsilon_replace_one", "ledger_epsilon", "delta", "noise_multiplier")
+    spent = [getattr(last, name, None) for name in names]
+    shown = ["-" if value is None else f"{value:.4g}" for value in (*spent[:3], planned, *spent[3:])]
     return [client.client, str(len(client.spent)), *shown, last.noise if last else "-"]
 
 

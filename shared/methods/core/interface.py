@@ -72,6 +72,9 @@ class Fixed(Protocol):
         """
 
 
+SHARE = "domain_share:"  # before a domain's name: its mean share of a client's test images
+
+
 @runtime_checkable
 class Mixes(Protocol):
     """A classifier that estimates the domains of an image."""
@@ -474,6 +477,7 @@ class Method(ABC):
     takes_evaluators: bool = True  # whether a client that trains nothing has a classifier
     one_payload: bool = True  # whether all clients of a phase, and of an evaluation, get the same tensors
     metrics: ClassVar[tuple[str, ...]] = ("loss",)  # patterns of the metrics that `train` reports; others are not sent
+    evaluation_metrics: ClassVar[tuple[str, ...]] = ()  # the same of an evaluation, besides accuracies
     shares: ClassVar[tuple[str, ...]] = ()  # of these, fractions of images or steps: a site with a floor keeps them
     protects: ClassVar[bool] = False  # whether `train` can be differentially private for every record of a client
     fine_tunes: ClassVar[bool] = False  # whether classifiers are trained once more, without noise, on a client's images

@@ -17,6 +17,7 @@ from promptfed.shared.methods.core.context import cosine_logits as cosine_logits
 from promptfed.shared.methods.core.context import text_width as text_width
 from promptfed.shared.methods.core.context import train_context as train_context
 from promptfed.shared.methods.core.interface import AGGREGATE as AGGREGATE
+from promptfed.shared.methods.core.interface import SHARE as SHARE
 from promptfed.shared.methods.core.interface import STEPS as STEPS
 from promptfed.shared.methods.core.interface import Classifier as Classifier
 from promptfed.shared.methods.core.interface import ClientContext as ClientContext

@@ -95,6 +95,7 @@ class FastPT(pf.ContextMethod):
     shared = GLOBAL
     needs = pf.Needs(domain_descriptions=True, join_when_extended=False)
     metrics = ("loss", "classifier_loss", "domain_loss", "mst_*")
+    evaluation_metrics = (pf.SHARE + "*",)
     shares = ("mst_consistency_*",)
     defaults = pf.defaults(20, {"participation": {"min_clients": 2}}, epochs=5, batch_size=16, learning_rate=0.005)
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from promptfed.shared.privacy.accounting import training_event
+from promptfed.shared.privacy.accounting import Event, epsilon_of, training_event
 from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import DEADLINE, content_digest, trained, update_body
 from tests.support.coordinators import InThread, Make
@@ -319,7 +319,7 @@ def test_updates_of_a_protected_federation_cost_what_the_terms_give(coordinator:
     count = coordinator.get(f"{federation}/clients")["clients"][0]["num_samples"]
     right = training_event(count, 32, 1, 1.0).as_json()
     about = {"task_id": task["task_id"], "payload_sha256": task["payload"]["sha256"], "metrics": {}}
-    spent = {"epsilon": 1.5, "delta": 1e-3, "noise": "secret"}
+    spent = {"epsilon": 3.5, "delta": 1e-3, "noise": "secret"}
     bad = {
         "privacy-missing": about,
         "privacy-mismatch": about | {"privacy": spent | {"events": [right | {"z": 0.5}]}},
@@ -331,6 +331,13 @@ def test_updates_of_a_protected_federation_cost_what_the_terms_give(coordinator:
     for wrong in (right | {"count": right["count"] + 1}, right | {"q": right["q"] / 2}):
         refused = a.send(task, encode(GOOD, about | {"privacy": spent | {"events": [wrong]}}))
         assert kind(refused) == "privacy-mismatch"
+    alone = epsilon_of([Event(**right)], 1e-3)
+    for false in ({"epsilon": 0.98 * alone}, {"epsilon": 0}, {"delta": 0.5}, {"delta": 1e-11}):
+        refused = a.send(task, encode(GOOD, about | {"privacy": spent | false | {"events": [right]}}))
+        assert kind(refused) == "privacy-mismatch", "a ledger holds what this update costs, at a small δ"
+    for beyond in ({"epsilon": 1001}, {"epsilon": 1e308}, {"epsilon_replace_one": 1e10}):
+        refused = a.send(task, encode(GOOD, about | {"privacy": spent | beyond | {"events": [right]}}))
+        assert kind(refused) == "bad-metadata"
     assert a.send(task, encode(GOOD, about | {"privacy": spent | {"events": [right]}})).status_code == 201
 
 

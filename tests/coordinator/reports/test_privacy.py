@@ -8,7 +8,7 @@ import httpx
 import pytest
 import torch
 
-from promptfed.shared.privacy.accounting import training_event
+from promptfed.shared.privacy.accounting import COARSE, epsilon_of, training_event
 from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import ScriptedClient
 from tests.support.coordinators import InThread
@@ -21,10 +21,15 @@ PLANNED = {"units": 10, "noise_multiplier": 1.0, "epsilon_planned": 4.5, "delta"
 
 def body(task: dict[str, Any], units: int, spends: dict[str, Any] | None = None, **more: Any) -> bytes:
     """A protected update of a batch of 32 and one epoch."""
-    spent = {"epsilon": 1.5, "delta": 1e-3, "noise": "seeded", "events": [training_event(units, 32, 1, 1.0).as_json()]}
+    spent = {"epsilon": 3.5, "delta": 1e-3, "noise": "seeded", "events": [training_event(units, 32, 1, 1.0).as_json()]}
     spent |= spends or {}
     about = {"task_id": task["task_id"], "payload_sha256": task["payload"]["sha256"], "metrics": {}}
     return encode(GOOD, about | {"privacy": spent} | more)
+
+
+def computed_epsilon(units: int, updates: int) -> float:
+    """What so many updates cost, as the coordinator computes it."""
+    return epsilon_of([training_event(units, 32, 1, 1.0)] * updates, 1e-3, COARSE)
 
 
 def read(client: ScriptedClient, what: str, **asked: Any) -> httpx.Response:
@@ -46,11 +51,13 @@ def test_what_a_client_has_spent_is_told_to_it_and_to_the_operator(coordinator: 
     (one,) = own["spends"]
     assert one["release"] == receipt.json()["sha256"].removeprefix("sha256:")
     assert one["events"] == [training_event(units, 32, 1, 1.0).as_json()]
-    assert (one["epsilon"], one["delta"], one["noise"], one["round"], one["split"]) == (1.5, 1e-3, "seeded", 1, "train")
+    assert (one["epsilon"], one["delta"], one["noise"], one["round"], one["split"]) == (3.5, 1e-3, "seeded", 1, "train")
     assert read(b, "spends").json()["spends"] == []
     view = coordinator.get(f"{federation}/privacy")
     assert view["level"] == "sample"
-    assert [(one["client"], one["spent"]) for one in view["clients"]] == [("a", [1.5]), ("b", [])]
+    computed = computed_epsilon(units, 1)
+    assert [(one["client"], one["spent"]) for one in view["clients"]] == [("a", [computed]), ("b", [])]
+    assert (view["clients"][0]["last"]["epsilon"], view["clients"][0]["last"]["ledger_epsilon"]) == (computed, 3.5)
     assert any("noise from a seed" in text and text.endswith(": a") for text in view["warnings"])
     assert any("tells no plan of its training" in text for text in view["warnings"])
 
@@ -62,26 +69,31 @@ def test_the_page_of_all_clients_is_what_each_of_them_is_told(coordinator: InThr
     )
     a, b = clients
     units = coordinator.get(f"{federation}/clients")["clients"][0]["num_samples"]
-    third = 1 / 3
+    third = 4 + 1 / 3
     for number in range(3):
         for client, task in zip(clients, tasks, strict=True):
             if client is b and number == 2:
                 continue
             spent = {"epsilon": number + third, "epsilon_replace_one": number + 2 * third, "noise": "secret"}
             if (client, number) == (a, 1):
-                spent = {"epsilon": 0.25, "noise": "seeded"}  # of a new ledger
+                spent = {"epsilon": 3.25, "noise": "seeded"}  # of a new ledger
             assert client.send(task, body(task, units, spent)).status_code == 201
         if number < 2:
             tasks = coordinator.training(clients)
     told = {one["client"]: one for one in coordinator.get(f"{federation}/privacy")["clients"]}
-    assert told["a"]["spent"] == [third, 0.25, 2 + third]
-    assert told["b"]["spent"] == [third, 1 + third]
+    assert told["a"]["spent"] == [computed_epsilon(units, count) for count in (1, 2, 3)]
+    assert told["b"]["spent"] == told["a"]["spent"][:2]
+    words = {
+        name: [spend["epsilon"] for spend in read(one, "spends").json()["spends"]] for name, one in (("a", a), ("b", b))
+    }
+    assert words == {"a": [third, 3.25, 2 + third], "b": [third, 1 + third]}
     for client in clients:
         spends, page = read(client, "spends").json()["spends"], told[client.name]
         last = spends[-1]
-        assert [spend["epsilon"] for spend in spends if spend["split"] == "train"] == page["spent"]
-        shown = {key: page["last"][key] for key in ("epsilon", "epsilon_replace_one", "delta", "noise")}
+        own = {"epsilon": "ledger_epsilon", "epsilon_replace_one": "ledger_epsilon_replace_one"}
+        shown = {key: page["last"][own.get(key, key)] for key in (*own, "delta", "noise")}
         assert shown == {key: last[key] for key in shown}
+        assert page["last"]["epsilon"] == page["spent"][-1]
         assert page["last"]["noise_multiplier"] == last["events"][0]["z"]
 
 

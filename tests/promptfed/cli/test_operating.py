@@ -198,7 +198,7 @@ def test_privacy_tells_what_each_client_has_spent_and_what_was_planned(server: I
     client = server.client(federation, "a")
     assert client.enrol(server.token(federation), protection=planned).status_code == 201
     [row] = [line for line in command("privacy", "protected").stdout.splitlines() if "│ a " in line]
-    assert [cell.strip() for cell in row.strip("│").split("│")] == ["a", "0", "-", "-", "4.5", "-", "-", "-"]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == ["a", "0", "-", "-", "-", "4.5", "-", "-", "-"]
     [one] = command.json("privacy", "protected")["clients"]
     assert one["planned"] == planned
 
