@@ -65,6 +65,9 @@ class Settings(BaseSettings):
     reset_private: Annotated[bool, Field(description="discard this client's private tensors and start them again")] = (
         False
     )
+    new_data: Annotated[
+        bool, Field(description="go on although the data have changed since this client last started")
+    ] = False
     role: Annotated[Role, Field(description="trainer, or evaluator (test data only)")] = "trainer"
     device: Annotated[str, Field(description="auto, cpu, cuda or cuda:N")] = "auto"
     allow_backbone: Annotated[

@@ -48,6 +48,8 @@ from promptfed.shared.clip.caches import features_in
 from promptfed.shared.clip.loading import expect_device
 from promptfed.shared.clip.weights import permits, shape_by_name
 from promptfed.shared.data import DataError, Source
+from promptfed.shared.data.identity import DataIdentity
+from promptfed.shared.data.identity import identity_of as identity_of_data
 from promptfed.shared.messages import ENDED, Domain, EnrolmentInfo, EnrolRequest, Role
 from promptfed.shared.methods import METHODS, check_fits, make_method
 from promptfed.shared.methods.core.interface import Method, MethodError, ReadsDomains
@@ -231,6 +233,7 @@ def enrolment_token(settings: Settings, identity: Identity) -> str | None:
 
 log = logging.getLogger("promptfed.client")
 
+DATA = "data.json"  # what this client's data are, in its state folder
 BEHIND_SECONDS = 60.0  # of features that are computed after the enrolment: a tenth of a phase's usual deadline
 
 
@@ -261,6 +264,7 @@ class Joining:
     monitor: Monitor
     predictor: Predictor | None
     info: EnrolmentInfo | None = None  # once it is known
+    _rejoins: bool = False  # whether this client had enrolled before
 
     async def join(self) -> TaskWork:
         """Enrol, or be recognised, and return the object that carries out tasks.
@@ -272,7 +276,9 @@ class Joining:
         """
         settings = self.settings
         identity = self.state.identity(settings.name, settings.role, self.parts.secret)
+        self._rejoins = identity.client_id is not None
         source, tests = await self._data()
+        data = await self.compute.run(partial(self._expect_data, identity, source, tests))
 
         self.monitor.stage("enrolling")
         policy = self._policy()
@@ -308,6 +314,7 @@ class Joining:
         if protection is not None:
             request = request.model_copy(update={"protection": protection.plan.enrolled()})
         await self._enrol(identity, token, request, source)
+        self._keep_data(data)
         if behind:
             await self.compute.run(lambda: self._warm(work, method, info))
         if settings.role == "trainer" and info.rounds and not self.state.ephemeral:
@@ -371,6 +378,38 @@ class Joining:
             )
         domain_of(source)
         return source, tests
+
+    def _expect_data(self, identity: Identity, source: Source, tests: Mapping[str, Source]) -> DataIdentity | None:
+        """What the data are now, where another process may go on with this client's state.
+
+        Raises:
+            ClientError: BAD_INPUT where this client has enrolled with others, and its owner does not accept it.
+        """
+        if not self.state.resumable:
+            return None
+        try:
+            now, before = identity_of_data(source, tests), self.state.read_as(DATA, DataIdentity)
+        except DataError as error:
+            raise ClientError(Exit.BAD_INPUT, str(error)) from None
+        changed = before.changes(now) if before is not None else ""
+        if identity.client_id is None or not changed:
+            return now
+        text = f"the data have changed since this client last started: {changed}"
+        if not self.settings.new_data:
+            raise ClientError(Exit.BAD_INPUT, f"{text}; give --new-data to go on with them, or another --state-dir")
+        log.info("%s; as the owner accepts", text)
+        return now
+
+    def _keep_data(self, now: DataIdentity | None) -> None:
+        """Keep what the data are, which never leaves. A folder that did not know takes them now."""
+        before = self.state.read_as(DATA, DataIdentity) if now is not None else None
+        if now is None or before == now:
+            return
+        if before is None and self._rejoins:
+            log.info("this client's folder did not know its data: it takes those of today")
+        if before is not None:  # test sets that are not given today are known again when they are
+            now = now.model_copy(update={"splits": before.splits | now.splits})
+        self.state.write_as(DATA, now)
 
     def _work(
         self, offer: Offer, backbone: Backbone, agreement: Agreement, privacy: SitePrivacy, rules: SiteRules

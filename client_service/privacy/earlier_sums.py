@@ -27,7 +27,7 @@ SUMS = "secure-sums.safetensors"
 WIDTH = 512  # numbers of a sketch
 CHUNK = 1 << 18  # numbers of a payload that are drawn for together
 MOST = 1000  # phases that are kept, the last ones: 4 MB
-FULL = 25  # members up to which the whole ``min_move`` is asked for
+FULL = 9  # members up to which the whole ``min_move`` is asked for
 
 Array = NDArray[Any]
 
@@ -92,7 +92,7 @@ class EarlierSums:
     ) -> None:
         """Refuse to be summed with ``members`` (identity keys) at ``where`` if a payload of an earlier sum is near.
 
-        The second attempt at a phase has the same payload, and is no other sum. Of n > 25 members 5/√n of the distance
+        The second attempt at a phase has the same payload, and is no other sum. Of n > 9 members 3/√n of the distance
         is enough: that far a mean of independent changes moves, and more members' changes hide one.
 
         Raises:

@@ -3,6 +3,7 @@
 Layout of the state folder (mode 0700):
     lock                     held while a client runs
     identity.json            name, role, secret, federation and client id (mode 0600)
+    data.json                the classes, numbers and digests of the data that the client has started with
     enrolment.json           what the coordinator said of the federation; coordinators.json: its group's addresses
     committed.safetensors    private tensors after the last update that the coordinator accepted
     pending/                 an update and the private tensors that belong to it, written before the first sending

@@ -25,6 +25,7 @@ from promptfed.experiments.bench.runner import (
     Runner,
     claim,
     provenance,
+    read_run,
     write_json,
 )
 from promptfed.experiments.bench.tables import (
@@ -58,7 +59,7 @@ def run_shown(bench: Bench, runner: Runner) -> list[BenchRun]:
     claim(runner.out, bench)
     finished = sum(runner.path(job).exists() for job in jobs)
     if finished:
-        note(f"{finished} of {len(jobs)} federations are done in {runner.out}")
+        note(f"{finished} of {len(jobs)} federations are done in {runner.out}{_of_others(runner, jobs)}")
     with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
         bar = progress.add_task("", total=None)
 
@@ -70,11 +71,21 @@ def run_shown(bench: Bench, runner: Runner) -> list[BenchRun]:
         return runner.run_all(jobs, show)
 
 
+def _of_others(runner: Runner, jobs: Sequence[Job]) -> str:
+    """How many finished federations other packages or another commit computed than those that are here."""
+    here = provenance().model_dump(include={"packages", "commit"})
+    done = [read_run(path).provenance for job in jobs if (path := runner.path(job)).exists()]
+    others = sum(known != {} and {name: known.get(name) for name in here} != here for known in done)
+    return f", {others} of them by other packages or another commit (results.json says which)" if others else ""
+
+
 EVALUATIONS = 10  # of a federation beside the first: a curve, for a tenth of what evaluating each round may cost
 MISSING = ("there is no folder", ", or is not whole")  # in errors of data that a preset looks for
 
 # Options that each kind of run uses, by their parameters, besides those that all use.
-_ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "backbone_file", "as_json"})
+_ALL = frozenset(
+    {"protocol", "out", "seeds", "pool", "device", "allow_backbone", "backbone_file", "new_data", "as_json"}
+)
 _EMBEDDED = _ALL | {"reduced"}
 _PRESET = _ALL | {"root", "spec", "rounds"}
 
@@ -95,7 +106,7 @@ def run_bench(
         raise CommandError(f"bench {protocol} needs a folder for its results: give --out", Exit.BAD_INPUT)
     setting = setting_of(options)
     refuse_unused(protocol, setting, written)
-    runner = Runner(options.out, options.pool, options.device, allow_backbone)
+    runner = Runner(options.out, options.pool, options.device, allow_backbone, options.new_data)
     seeds, spec, rounds = options.seeds or "0,1,2", options.spec, options.rounds
     if protocol == "embedded":
         run_embedded(runner, options.reduced, options.seeds, as_json)

@@ -44,5 +44,6 @@ class BenchOptions:
     rounds: Annotated[int | None, typer.Option(min=1, help="default: the method's")] = None
     m: Annotated[int | None, typer.Option(min=1, help="prompt tokens, for every method that has them")] = None
     spec: Annotated[Path | None, typer.Option(help="YAML laid under every method's spec: training, ...")] = None
+    new_data: Annotated[bool, typer.Option(help="run again what was computed on other data than these")] = False
     pool: Pool = 1
     device: Device = "cpu"

@@ -37,6 +37,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="do not ask for confirmat
 Round = Annotated[str, typer.Option(help="a round's number, or latest")]
 RunFilePath = Annotated[Path, typer.Argument(help="run file: a federation's spec and its clients, in YAML")]
 Trainers = Annotated[int | None, typer.Option(min=1, help="trainers; default: as many as the run file has")]
+NewData = Annotated[bool, typer.Option(help="go on although the data have changed since the run began")]
 Pool = Annotated[int, typer.Option(min=1, help="clients that compute at once")]
 SimulationPool = Annotated[
     int | None,

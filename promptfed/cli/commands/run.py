@@ -24,6 +24,7 @@ from promptfed.cli.common import (
     Engine,
     Federation,
     Json,
+    NewData,
     RayAddress,
     RunFilePath,
     SimulationPool,
@@ -99,6 +100,7 @@ def simulate(
         Path | None,
         typer.Option(help="keep the result and the prompts here; an interrupted run goes on from it"),
     ] = None,
+    new_data: NewData = False,
     track: Annotated[list[str] | None, typer.Option(help="tensorboard:FOLDER or mlflow:URI, repeatable")] = None,
     device: Device = "cpu",
     as_json: Json = False,
@@ -116,7 +118,9 @@ def simulate(
     from promptfed.sdk.backbone import resolve
 
     resolved = resolve(run.spec)
-    options: dict[str, Any] = {"pool": pool, "device": device, "allow_backbone": allow_backbone}
+    options: dict[str, Any] = {
+        "pool": pool, "device": device, "allow_backbone": allow_backbone, "new_data": new_data,
+    }  # fmt: skip
     try:
         with (
             ExitStack() as open_trackers,

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -30,7 +31,7 @@ from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import DataError, Source
-from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.data.registry import EMBEDDED, SharedSources
 from promptfed.shared.files import write_whole
 from promptfed.shared.metrics import Outcomes
 from promptfed.shared.service.reasons import why
@@ -209,7 +210,9 @@ class Runner:
     pool: int = 1
     device: str = "cpu"
     allow_backbone: AllowedBackbones = False
+    new_data: bool = False  # what was computed on other data is computed again
     _backbones: dict[str, Backbone] = field(default_factory=dict)
+    _hashes: dict[str, str] = field(default_factory=dict)
     _sources: SharedSources = field(default_factory=SharedSources)
 
     def path(self, job: Job) -> Path:
@@ -238,7 +241,7 @@ class Runner:
         Raises:
             CommandError: data cannot be opened, or a federation cannot be run. Finished runs stay in the folder.
         """
-        self.look_at_data([job for job in jobs if not self.path(job).exists()])
+        self.look_at_data([job for job in jobs if not self._is_done(job)])
         runs = []
         for done, job in enumerate(jobs):
             progress(done, len(jobs), job)
@@ -252,7 +255,7 @@ class Runner:
             CommandError: the federation cannot be run. The text names the job.
         """
         path = self.path(job)
-        if path.exists():
+        if self._is_done(job):
             # Another entry or protocol may have run this very spec with these very sites under names of its own.
             return read_run(path).model_copy(update={"label": job.entry.label, "trial": job.trial.name})
         try:
@@ -270,6 +273,45 @@ class Runner:
         write_json(path, run)
         return run
 
+    def _is_done(self, job: Job) -> bool:
+        """Whether the job's file has its result on these data. Where these are away, or drawn, nothing is compared.
+
+        Raises:
+            CommandError: it was computed on other data, and these are not to be computed anew.
+        """
+        path = self.path(job)
+        if not path.exists():
+            return False
+        uris = [uri for site in job.trial.sites for uri, _ in site.uris()]
+        if all(re.split("[:?]", uri, maxsplit=1)[0] in EMBEDDED for uri in uris):
+            return True
+        try:
+            now = self._data_of(job)
+        except DataError:
+            return True
+        if read_run(path).data in ("", now):
+            return True
+        if not self.new_data:
+            text = f"{job.title}: the data have changed since {path} was computed (other images, or other labels)"
+            raise CommandError(f"{text}; give --new-data to run it again, or --out another folder", Exit.BAD_INPUT)
+        return False
+
+    def _sources_of(self, job: Job) -> dict[str, Source]:
+        """The job's sources by client, and by client and test set. Raises DataError."""
+        sources = {site.name: self._sources.open(site.data, site.role) for site in job.trial.sites}
+        return sources | {
+            f"{site.name}/{name}": self._sources.open(uri, "tests")
+            for site in job.trial.sites
+            for name, uri in site.tests.items()
+        }
+
+    def _data_of(self, job: Job) -> str:
+        """The `data_hash` of the job's sources, which many jobs share. Raises DataError."""
+        key = canonical_json([asdict(site) for site in job.trial.sites])
+        if key not in self._hashes:
+            self._hashes[key] = data_hash(self._sources_of(job))
+        return self._hashes[key]
+
     def _backbone(self, job: Job) -> Backbone:
         named = job.resolved.backbone
         key = canonical_json(named.model_dump())
@@ -278,12 +320,6 @@ class Runner:
         return self._backbones[key]
 
     def _run_of(self, job: Job, simulated: FederationResult) -> BenchRun:
-        sources = {site.name: self._sources.open(site.data, site.role) for site in job.trial.sites}
-        sources |= {
-            f"{site.name}/{name}": self._sources.open(uri, "tests")
-            for site in job.trial.sites
-            for name, uri in site.tests.items()
-        }
         return BenchRun(
             label=job.entry.label,
             seed=job.seed,
@@ -297,7 +333,7 @@ class Runner:
             setup_seconds=round(simulated.setup_seconds, 3),
             state_hash=simulated.state_hash,
             backbone=self._backbone(job).fingerprint,
-            data=data_hash(sources),
+            data=self._data_of(job),
             provenance=provenance().model_dump(),
             outcomes=[_rounded(outcomes) for outcomes in simulated.outcomes],
         )

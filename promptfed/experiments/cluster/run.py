@@ -138,6 +138,7 @@ def simulate_on_ray(
     device: str = "cpu",
     allow_backbone: AllowedBackbones = False,
     progress: ProgressCallback | None = None,
+    new_data: bool = False,
 ) -> FederationResult:
     """Run a federation to its end; ``pool`` clients of each crew compute at once, on ``device``.
 
@@ -149,7 +150,8 @@ def simulate_on_ray(
     _check(on, len(sites), device)
     wanted, initial, _ = prepare(spec, sites, pool, None, allow_backbone)
     threads = wanted.training.threads
-    with run_folder(on.storage, identity(wanted, sites)) as folder, connected(on.address) as cluster:
+    kept = run_folder(on.storage, identity(wanted, sites), new_data=new_data)
+    with kept as folder, connected(on.address) as cluster:
         expect_room(cluster.nodes(), on.crews, threads * pool, on.gpus_per_crew)
         nodes = cluster.nodes()
         if on.storage is None and len(nodes) > 1:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,25 +22,60 @@ from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared import machine
 from promptfed.shared.canonical import canonical_json
+from promptfed.shared.data import DataError, Source
+from promptfed.shared.data.identity import DataIdentity, identity_of
 from promptfed.shared.files import write_whole
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import FederationSpec
 
+log = logging.getLogger("promptfed.simulation")
+
 FORMAT = 1
-RUN_FILE, KEY_FILE, CLIENTS = "run.json", "run.key", "clients"
+RUN_FILE, KEY_FILE, CLIENTS, DATA = "run.json", "run.key", "clients", "data-of-clients"
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """``key`` (256 bits, hex): the source of all clients' secrets. ``lasting``: the folder stays after the command."""
+    """``key`` (256 bits, hex): the source of all clients' secrets. ``lasting``: the folder stays after the command.
+
+    ``new_data``: who goes on with it accepts that the data have changed.
+    """
 
     path: Path
     key: str = field(repr=False)
     lasting: bool
+    new: bool = True
+    new_data: bool = False
 
     def secret(self, name: str) -> str:
         """The secret of a run's client (256 bits, hex): who continues the run has the same one."""
         return hmac.new(bytes.fromhex(self.key), name.encode(), hashlib.sha256).hexdigest()
+
+    def expect_data(self, client: str, source: Source, tests: Mapping[str, Source]) -> None:
+        """Refuse other data than those that the run's client began with; a run without a note of them takes these.
+
+        Raises:
+            CommandError: they differ, and ``new_data`` does not accept it.
+        """
+        if not self.lasting:
+            return
+        file = self.path / DATA / f"{client}.json"
+        try:
+            now = identity_of(source, tests)
+            before = DataIdentity.model_validate_json(file.read_bytes()) if file.exists() else None
+            changed = before.changes(now) if before is not None else ""
+            if changed and not self.new_data:
+                text = f"the data of client {client} have changed since the run in {self.path} began: {changed}"
+                raise CommandError(f"{text}; give --new-data to go on with them, or a new folder", Exit.BAD_INPUT)
+            if before is None and not self.new:
+                log.warning("the run in %s did not know its data: it takes those of client %s now", self.path, client)
+            if before != now:
+                file.parent.mkdir(mode=0o700, exist_ok=True)
+                write_whole(file, now.model_dump_json().encode(), mode=0o600)
+        except DataError as error:
+            raise CommandError(f"client {client}: {error}", Exit.BAD_INPUT) from None
+        except (OSError, ValueError) as error:
+            raise CommandError(f"{file} cannot be used: {why(error)}", Exit.BAD_INPUT) from None
 
     def forget_clients(self) -> None:
         """Remove the clients' state, for a federation that never started."""
@@ -53,7 +89,9 @@ def identity(spec: FederationSpec, sites: Sequence[Site]) -> str:
 
 
 @contextmanager
-def run_folder(storage: Path | None, run: str, option: str = "--storage") -> Iterator[RunFolder]:
+def run_folder(
+    storage: Path | None, run: str, option: str = "--storage", new_data: bool = False
+) -> Iterator[RunFolder]:
     """The folder ``storage``, which is new or belongs to ``run``; if None, a temporary one for the block.
 
     A new folder in which a refused command has left nothing belongs to no run: the corrected command can have it.
@@ -78,9 +116,10 @@ def run_folder(storage: Path | None, run: str, option: str = "--storage") -> Ite
             text = f"another command runs with {option} {storage}"
             raise CommandError(f"{text}: wait for its end, or give another folder", Exit.BAD_INPUT)
         try:
-            yield RunFolder(path, key, lasting=True)
+            yield RunFolder(path, key, True, new, new_data)
         except CommandError:
-            if new and {entry.name for entry in path.iterdir()} == {RUN_FILE, KEY_FILE}:
+            if new and {entry.name for entry in path.iterdir()} - {DATA} == {RUN_FILE, KEY_FILE}:
+                shutil.rmtree(path / DATA, ignore_errors=True)
                 (path / RUN_FILE).unlink()
             raise
 

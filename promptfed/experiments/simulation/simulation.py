@@ -74,11 +74,13 @@ def simulate(
     allow_backbone: AllowedBackbones = False,
     progress: ProgressCallback | None = None,
     initial: bytes | None = None,
+    new_data: bool = False,
 ) -> FederationResult:
     """Run a federation to its end in this process.
 
     ``folder`` (new or empty; default: a temporary one) keeps the state of coordinator and clients; a ``lasting`` one
-    may be that of the same run, which goes on where it was interrupted. ``pool`` clients compute at once (None: one for
+    may be that of the same run, which goes on where it was interrupted, with other data if ``new_data``.
+    ``pool`` clients compute at once (None: one for
     each core, if processes can compute), each with ``training.threads`` torch threads; more than one in forked
     processes, if possible. ``backbone``, ``features`` and ``sources`` can be given to share them among runs; by default
     they are made from the spec, in ``folder`` and from the sites' URIs.
@@ -95,11 +97,14 @@ def simulate(
         started = time.monotonic()
         wanted, made, backbone = prepare(spec, sites, pool, backbone, allow_backbone, device)
         once = folder is None or not lasting
-        run = stack.enter_context(_for_once(folder) if once else run_folder(folder, identity(wanted, sites), "--out"))
+        kept = _for_once(folder) if once else run_folder(folder, identity(wanted, sites), "--out", new_data)
+        run = stack.enter_context(kept)
         place, disk = run.path, stack.enter_context(FullDisk())
         pool = pool or usual_pool(wanted.training.threads, backbone.device.type)
         shared = sources or SharedSources()
         clients = tuple(open_site(site, shared) for site in sites)
+        for client in clients:
+            run.expect_data(client.site.name, client.source, client.tests)
         if isinstance(features, FeatureCache):
             cache = features
         else:

@@ -150,6 +150,7 @@ def _settings(setup: SimulationSetup, url: str, federation: str) -> Iterator[Set
                 test=[],
                 max_epsilon=1000.0,  # no real budget: a simulation may use any
                 give_up_after=setup.patience,
+                new_data=True,  # the run's folder knows its data
                 **own,
             )
         except ClientError as error:

@@ -110,7 +110,7 @@ def test_more_members_hide_one_and_move_less(tmp_path: Path) -> None:
     """Of 100 the mean of independent changes moves by a tenth of one."""
     kept = sums(tmp_path)
     note(kept, "one", 0.0, ABC)
-    for count, least in ((4, 0.1), (25, 0.1), (100, 0.05), (400, 0.025)):
+    for count, least in ((4, 0.1), (9, 0.1), (36, 0.05), (144, 0.025)):
         for times, apart in ((0.9, False), (1.1, True)):
             far = np.full(512, times * least / 512**0.5)
             members = [str(number) for number in range(count)]
