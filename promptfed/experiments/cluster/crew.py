@@ -79,8 +79,7 @@ async def _work(assignment: Assignment) -> list[Outcomes]:
     spec, share, folder = assignment.spec, assignment.share, assignment.folder
     shared = SharedSources()
     clients = tuple(open_site(site, shared) for site in assignment.sites)
-    for client in clients:
-        folder.expect_data(client.site.name, client.source, client.tests)
+    folder.expect_data((client.site.name, client.source, client.tests) for client in clients)
     file = None if assignment.backbone_file is None else Path(assignment.backbone_file)
     backbone = open_backbone(spec.backbone, allow_backbone=share.allow_backbone, device=share.device, file=file)
     kept = _Outcomes(folder.path / OUTCOMES, {site.name for site in assignment.sites})

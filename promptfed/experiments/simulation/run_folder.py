@@ -13,7 +13,7 @@ import logging
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ log = logging.getLogger("promptfed.simulation")
 
 FORMAT = 1
 RUN_FILE, KEY_FILE, CLIENTS, DATA = "run.json", "run.key", "clients", "data-of-clients"
+NAMED = 3  # clients whose changes are told
 
 
 @dataclass(frozen=True)
@@ -51,31 +52,40 @@ class RunFolder:
         """The secret of a run's client (256 bits, hex): who continues the run has the same one."""
         return hmac.new(bytes.fromhex(self.key), name.encode(), hashlib.sha256).hexdigest()
 
-    def expect_data(self, client: str, source: Source, tests: Mapping[str, Source]) -> None:
-        """Refuse other data than those that the run's client began with; a run without a note of them takes these.
+    def expect_data(self, clients: Iterable[tuple[str, Source, Mapping[str, Source]]]) -> None:
+        """Refuse other data than those that the run's clients (name, source, test sets) began with.
+
+        A run that does not know them takes these.
 
         Raises:
             CommandError: they differ, and ``new_data`` does not accept it.
         """
         if not self.lasting:
             return
-        file = self.path / DATA / f"{client}.json"
+        found, changed, unknown = {}, [], 0
         try:
-            now = identity_of(source, tests)
-            before = DataIdentity.model_validate_json(file.read_bytes()) if file.exists() else None
-            changed = before.changes(now) if before is not None else ""
+            for client, source, tests in clients:
+                file = self.path / DATA / f"{client}.json"
+                now = identity_of(source, tests)
+                before = DataIdentity.model_validate_json(file.read_bytes()) if file.exists() else None
+                if before != now:
+                    found[file] = now
+                    unknown += before is None
+                if before is not None and (change := before.changes(now)):
+                    changed.append(f"client {client}: {change}")
             if changed and not self.new_data:
-                text = f"the data of client {client} have changed since the run in {self.path} began: {changed}"
+                more = f"; and {len(changed) - NAMED} clients more" if len(changed) > NAMED else ""
+                text = f"the data have changed since the run in {self.path} began: {'; '.join(changed[:NAMED])}{more}"
                 raise CommandError(f"{text}; give --new-data to go on with them, or a new folder", Exit.BAD_INPUT)
-            if before is None and not self.new:
-                log.warning("the run in %s did not know its data: it takes those of client %s now", self.path, client)
-            if before != now:
+            if unknown and not self.new:
+                log.warning("the run in %s did not know its data: it takes those of today", self.path)
+            for file, now in found.items():
                 file.parent.mkdir(mode=0o700, exist_ok=True)
                 write_whole(file, now.model_dump_json().encode(), mode=0o600)
         except DataError as error:
-            raise CommandError(f"client {client}: {error}", Exit.BAD_INPUT) from None
+            raise CommandError(str(error), Exit.BAD_INPUT) from None
         except (OSError, ValueError) as error:
-            raise CommandError(f"{file} cannot be used: {why(error)}", Exit.BAD_INPUT) from None
+            raise CommandError(f"the data of the run in {self.path}: {why(error)}", Exit.BAD_INPUT) from None
 
     def forget_clients(self) -> None:
         """Remove the clients' state, for a federation that never started."""

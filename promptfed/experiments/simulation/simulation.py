@@ -103,8 +103,7 @@ def simulate(
         pool = pool or usual_pool(wanted.training.threads, backbone.device.type)
         shared = sources or SharedSources()
         clients = tuple(open_site(site, shared) for site in sites)
-        for client in clients:
-            run.expect_data(client.site.name, client.source, client.tests)
+        run.expect_data((client.site.name, client.source, client.tests) for client in clients)
         if isinstance(features, FeatureCache):
             cache = features
         else:

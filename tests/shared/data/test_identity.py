@@ -93,7 +93,7 @@ def test_a_run_is_gone_on_with_on_the_same_data_alone(
 
     def start(accept: bool = False) -> None:
         with run_folder(place, "a run", "--out", accept) as run:
-            run.expect_data("site", opened(root), {})
+            run.expect_data([("site", opened(root), {})])
             (place / "coordinator").mkdir(exist_ok=True)
 
     start()
@@ -101,14 +101,16 @@ def test_a_run_is_gone_on_with_on_the_same_data_alone(
     assert (place / "data-of-clients" / "site.json").stat().st_mode & 0o077 == 0
     CHANGES[change][0](root)
     for _ in range(2):
-        with pytest.raises(CommandError, match=r"the data of client site have changed since .*; give --new-data"):
+        with pytest.raises(
+            CommandError, match=r"the data have changed since .* began: client site: .*; give --new-data"
+        ):
             start()
     start(accept=True)
     start()
     assert not caplog.records
     shutil.rmtree(place / "data-of-clients")  # as of a run that was begun before this was kept
     start()
-    assert "did not know its data: it takes those of client site now" in caplog.text
+    assert "did not know its data: it takes those of today" in caplog.text
     start()
     assert len(caplog.records) == 1
 
