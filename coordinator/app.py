@@ -202,6 +202,8 @@ def _refusal_of(request: Request, error: Exception) -> problems.Refusal:
             return error
         case RequestValidationError():
             return _invalid(error)
+        case HTTPException(__cause__=problems.Refusal() as refusal):  # raised while the framework read a body
+            return refusal
         case HTTPException():
             return _of_http(request, error)
         case DatabaseAway():

@@ -7,7 +7,6 @@ task's progress, share one line for each hour and recipient, which also has thei
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections import Counter
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from promptfed.shared.messages import Task
+from promptfed.shared.service.digests import digest_field
 
 CHUNK = 64 << 10  # that is written to the line at once, each within the time for one write
 
@@ -38,7 +38,7 @@ class Body:
     @property
     def digest_field(self) -> str:
         """The value of a digest header (RFC 9530)."""
-        return f"sha-256=:{base64.b64encode(bytes.fromhex(self.sha256)).decode()}:"
+        return digest_field(bytes.fromhex(self.sha256))
 
     def read(self) -> bytes:
         """All bytes."""

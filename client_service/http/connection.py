@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.shared.messages import Problem
+from promptfed.shared.service.digests import CHANGED, Damaged, is_proven
 from promptfed.shared.service.net import (
     MOST_MOVES,
     PROXY_LOGIN,
@@ -36,7 +37,7 @@ from promptfed.shared.spec.section import PROTOCOL, VERSION, OtherVersion, expec
 log = logging.getLogger("promptfed.client")
 
 MAX_JSON_BYTES = 64 << 20
-UNEXPLAINED = "unexplained"  # the kind of a refusal that is not of a coordinator's form
+NOT_AS_SENT = ("digest-mismatch", "incomplete-body")  # refusals of what did not arrive as it was sent
 FOREIGN_BYTES = 64 << 10  # of a page that is read for its title
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.25, 15.0  # seconds
 LONGEST_RETRY_AFTER = 300.0
@@ -59,7 +60,7 @@ class Refused(Exception):
 
 
 class BadAnswer(Exception):
-    """The coordinator's answer is not what the protocol says; asking again would not help."""
+    """The coordinator's answer arrived whole and is not what the protocol says; asking again would not help."""
 
 
 class Unavailable(Exception):
@@ -74,13 +75,16 @@ class Unavailable(Exception):
         self.retry_after = retry_after
 
 
+PASSING = (httpx.TransportError, Unavailable, Damaged)  # for which a request is sent again
+
+
 @dataclass
 class Reply:
-    """A whole answer."""
+    """An answer; ``proven``: it is what the coordinator sent, by its digest."""
 
     status: int
     body: bytes
-    headers: httpx.Headers = field(default_factory=httpx.Headers)
+    proven: bool
 
 
 @dataclass
@@ -93,10 +97,11 @@ class CoordinatorConnection:
     does not answer within `SILENT_SECONDS` is given up, and the next request goes to another. Every
     request is written to ``sent`` before it leaves.
 
-    Connection errors, 5xx, a 429 with Retry-After (too many wrong tokens came from this address), and every answer
-    without a coordinator's header `PROTOCOL`, such as a proxy's page, are tried again with jittered exponential backoff
-    (a 503's and 429's Retry-After is kept) until ``give_up_after`` seconds have passed without an answer, then every
-    call raises ClientError(UNREACHABLE). Any other answer that is no success raises Refused at once.
+    Connection errors, 5xx, a 429 with Retry-After (too many wrong tokens came from this address), every answer without
+    a coordinator's header `PROTOCOL`, such as a proxy's page, and what was damaged on the way up or down are tried
+    again with jittered exponential backoff (a 503's and 429's Retry-After is kept) until ``give_up_after`` seconds have
+    passed without an answer, then every call raises ClientError(UNREACHABLE). Any other answer that is no success
+    raises Refused at once.
     """
 
     http: httpx.AsyncClient
@@ -133,16 +138,20 @@ class CoordinatorConnection:
         headers: dict[str, str] | None = None,
         timeouts: httpx.Timeout = TIMEOUT,
         limit: int = MAX_JSON_BYTES,
-        retry: bool = True,
-    ) -> Reply:
-        """Send a request, again if that may help. Raises Refused, BadAnswer, ClientError."""
-        default = {"Content-Type": "application/json"} if body is not None else {}
-        all_headers = {"Authorization": f"Bearer {token}", **default, **(headers or {})}
+        read: Callable[[Reply], Answer],
+    ) -> Answer:
+        """What ``read`` makes of the answer to a request, which is sent again if that may help.
 
+        Raises Refused, BadAnswer, ClientError.
+        """
         whole = Body.of(body) if body is not None else None
-        return await self.until_answered(
-            lambda: self.once(verb, url, lambda: body, all_headers, timeouts, limit, whole), retry
-        )
+        about = {} if whole is None else {"Content-Type": "application/json", "Content-Digest": whole.digest_field}
+        all_headers = {"Authorization": f"Bearer {token}", **about, **(headers or {})}
+
+        async def attempt() -> Answer:
+            return read(await self.once(verb, url, lambda: body, all_headers, timeouts, limit, whole))
+
+        return await self.until_answered(attempt)
 
     async def until_answered(self, attempt: Callable[[], Awaitable[Answer]], retry: bool = True) -> Answer:
         """What ``attempt`` gives, made again after failures that may pass. Raises ClientError (UNREACHABLE)."""
@@ -150,7 +159,7 @@ class CoordinatorConnection:
         while True:
             try:
                 answer = await attempt()
-            except (httpx.TransportError, Unavailable) as error:
+            except PASSING as error:
                 if not retry:
                     raise self.unreachable(error) from None
                 await patience.wait(error)
@@ -178,8 +187,7 @@ class CoordinatorConnection:
         """
         async with self.answered(verb, url, body, headers, timeouts, whole) as response:
             content = await self.read(response, limit)
-            self.take(response, content)
-            return Reply(response.status_code, bytes(content), response.headers)
+            return Reply(response.status_code, content, self.take(response, content))
 
     @asynccontextmanager
     async def answered(
@@ -218,7 +226,7 @@ class CoordinatorConnection:
                     self._go_to(origin)
                 finally:
                     await response.aclose()
-        except (httpx.TransportError, Unavailable) as error:
+        except PASSING as error:
             self.failed = address
             if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)):
                 book.note_silent(address)
@@ -248,35 +256,43 @@ class CoordinatorConnection:
         return moved_to(self.base_url, str(response.request.url), response.headers.get("location", ""))
 
     async def read(self, response: httpx.Response, limit: int) -> bytes:
-        """A body of up to ``limit`` bytes. Raises BadAnswer."""
+        """A body of up to ``limit`` bytes. Raises Damaged."""
         request, content = response.request, bytearray()
         try:
             async for chunk in response.aiter_bytes():
                 content += chunk
                 if len(content) > limit:
-                    raise BadAnswer(f"the answer to {request.method} {request.url.path} is larger than {limit} bytes")
+                    raise Damaged(f"the answer to {request.method} {request.url.path} is larger than {limit} bytes")
         except httpx.DecodingError:
-            raise BadAnswer(f"the answer to {request.method} {request.url.path} cannot be decoded") from None
+            raise Damaged(f"the answer to {request.method} {request.url.path} cannot be decoded") from None
         return bytes(content)
 
-    def take(self, response: httpx.Response, content: bytes) -> None:
-        """Raise Unavailable, Refused or ClientError unless a request succeeded."""
+    def take(self, response: httpx.Response, content: bytes) -> bool:
+        """Whether a successful answer is proven to be what was sent. Raises PASSING, Refused, ClientError."""
         if response.status_code == PROXY_LOGIN:
             raise httpx.ProxyError(f"{PROXY_LOGIN} {response.reason_phrase}")
         try:
             expect_ours(response.headers.get(PROTOCOL), "the coordinator", "this client")
         except OtherVersion as error:
             raise ClientError(Exit.PROTOCOL, str(error)) from None
+        proven = is_proven(response.headers, content, response.status_code == 206)
         if response.is_success:
             self.book.read(response.headers.get(TOLD))
-            return
+            return proven
+        told = _problem(response, content)
         if response.status_code >= 500 or (response.status_code == 429 and _retry_after(response) is not None):
-            raise Unavailable(response.status_code, _problem(response, content)[1], _retry_after(response))
-        raise Refused(response.status_code, *_problem(response, content))
+            raise Unavailable(response.status_code, told[1] if told else response.reason_phrase, _retry_after(response))
+        if told is None:
+            raise Damaged(f"{response.status_code} {response.reason_phrase}: its reason cannot be read")
+        if told[0] in NOT_AS_SENT:
+            raise Damaged(f"a request arrived as something else: {told[1]}")
+        raise Refused(response.status_code, *told)
 
     def unreachable(self, error: BaseException) -> ClientError:
-        """The error that ends a client to which nobody answers."""
+        """The error that ends a client to which nobody answers, or nothing that can be read."""
         text = f"no answer from the coordinator at {self.base_url}: {_why(error)}"
+        if isinstance(error, Damaged):
+            text = f"no answer from the coordinator at {self.base_url} that can be used ({error}): {CHANGED}"
         return ClientError(Exit.UNREACHABLE, self.explained(error) or text)
 
     def explained(self, error: BaseException) -> str | None:
@@ -324,40 +340,42 @@ class Patience:
             raise connection.unreachable(error) from None
         self._attempts += 1
         delay = connection.backoff(self._attempts, error)
-        text = "the coordinator at %s does not answer (%s): again in %.1f s"
-        log.warning(text, connection.failed or connection.base_url, _why(error), delay)
+        fault = "is heard, but not as it was sent" if isinstance(error, Damaged) else "does not answer"
+        text = "the coordinator at %s %s (%s): again in %.1f s"
+        log.warning(text, connection.failed or connection.base_url, fault, _why(error), delay)
         await connection.sleep(delay)
 
 
 def may_pass(error: BaseException) -> bool:
     """Whether trying again may help. It does not if the coordinator's certificate is refused."""
-    if isinstance(error, Unavailable):
-        return True
-    return isinstance(error, httpx.TransportError) and not is_certificate_error(error)
+    return isinstance(error, PASSING) and not is_certificate_error(error)
 
 
 def _why(error: BaseException) -> str:
-    return str(error) if isinstance(error, Unavailable) else why(error)
+    return str(error) if isinstance(error, (Unavailable, Damaged)) else why(error)
 
 
-def parse(kind: type[AnyMessage], body: bytes) -> AnyMessage:
+def parse(kind: type[AnyMessage], reply: Reply) -> AnyMessage:
+    """An answer as a message. Raises BadAnswer where it is what the coordinator sent, Damaged where it may not be."""
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(reply.body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "(body)"
         text = f"the coordinator's {kind.__name__} is not understood: {place}: {offence(first)}"
+        if not reply.proven:
+            raise Damaged(text) from None
         raise BadAnswer(f"{text}: install the same version of promptfed on both sides") from None
 
 
-def _problem(response: httpx.Response, body: bytes | bytearray) -> tuple[str, str]:
-    """Kind and detail of a refusal, cleaned for a log, since a server may send any characters."""
+def _problem(response: httpx.Response, body: bytes) -> tuple[str, str] | None:
+    """Kind and detail of a refusal, cleaned for a log, since a server may send any characters; None: unreadable."""
     if response.is_redirect:
         return "redirect", f"redirects are not followed (to {_clean(response.headers.get('location', ''))})"
     try:
-        problem = Problem.model_validate_json(bytes(body))
+        problem = Problem.model_validate_json(body)
     except ValidationError:
-        return UNEXPLAINED, response.reason_phrase or "no reason given"
+        return None
     return _clean(problem.kind, 100), _clean(problem.detail)
 
 

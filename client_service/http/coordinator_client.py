@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import re
 import ssl
+from base64 import b64decode
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote, urlencode
@@ -18,13 +20,13 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, sha256_of
 from promptfed.client_service.http.connection import (
     MAX_JSON_BYTES,
+    PASSING,
     TIMEOUT,
     AnyMessage,
     BadAnswer,
     CoordinatorConnection,
     Patience,
     Refused,
-    Reply,
     Unavailable,
     parse,
 )
@@ -39,6 +41,7 @@ from promptfed.shared.messages import (
     FailureRequest,
     Task,
 )
+from promptfed.shared.service.digests import Damaged
 from promptfed.shared.service.net import http_options, trust
 from promptfed.shared.service.reasons import why
 
@@ -46,8 +49,8 @@ IN_FILES = 16 << 20  # bytes from which a payload comes into a file
 # An update is answered once the whole was hashed, looked through and put on the disk; a small one soon.
 TIMEOUTS = httpx.Timeout(300.0, connect=TIMEOUT.connect)
 SMALL_SECONDS = 60.0
-BROKEN_OFF = ("incomplete-body", "upload-timeout", "digest-mismatch")  # refusals of what did not arrive as it was sent
-ATTEMPTS = 3  # that may end with one of them
+ATTEMPTS = 3  # that may end with `upload-timeout`
+RECEIPT = partial(parse, Receipt)
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 
@@ -57,8 +60,8 @@ async def send(
     body: Body,
     wait: int = 0,
     content_type: str = "application/octet-stream",
-) -> Reply:
-    """Send a body to ``url``, again from its beginning where it breaks off; the answer that accepts it.
+) -> Receipt | None:
+    """Send a body to ``url``, again from its beginning where it breaks off; the receipt, None where nobody knows it.
 
     The first one, of a small body, asks the coordinator to answer with the next task, once there is one within ``wait``
     seconds. Later ones do not: something on the way may end whatever takes long.
@@ -73,17 +76,20 @@ async def send(
         "Content-Length": str(body.size),
         "Content-Digest": body.digest_field,
     }
-    broken, query = 0, f"?next={wait}" if wait else ""
+    slow, query = 0, f"?next={wait}" if wait else ""
 
-    async def attempt() -> Reply:
-        nonlocal broken, query
+    async def attempt() -> Receipt | None:
+        nonlocal slow, query
         asked, query = url + query, ""
         timeouts = TIMEOUTS if asked == url else httpx.Timeout(wait + SMALL_SECONDS, connect=TIMEOUT.connect)
         try:
-            return await connection.once("PUT", asked, body.parts, headers, timeouts, limit=MAX_JSON_BYTES, whole=body)
+            reply = await connection.once("PUT", asked, body.parts, headers, timeouts, MAX_JSON_BYTES, whole=body)
+            return RECEIPT(reply)
+        except BadAnswer:
+            return None  # it is accepted; what the next answer holds is told there
         except Refused as refused:
-            broken += 1
-            if refused.kind not in BROKEN_OFF or broken == ATTEMPTS:
+            slow += 1
+            if refused.kind != "upload-timeout" or slow == ATTEMPTS:
                 raise
             raise Unavailable(refused.status, refused.detail, None) from None
 
@@ -102,31 +108,35 @@ async def fetch(connection: CoordinatorConnection, url: str, wanted: Wanted, fol
     """Fetch the body at ``url`` into a file of ``folder``, unless it is there; other files of the folder are deleted.
 
     Raises:
-        BadAnswer: it is not what was announced.
         Refused: the coordinator does not give it.
+        ClientError: UNREACHABLE where nobody has given it for ``connection.give_up_after`` seconds.
     """
     name = wanted.digest.removeprefix("sha256:")
     path, draft = folder / name, folder / f"{name}.part"
     if await asyncio.to_thread(_is_there, path, draft):
         return path
     patience = Patience(connection)
-    while (have := _size(draft)) < wanted.size:
+    while True:
+        have = _size(draft)
         try:
-            await _receive(connection, url, wanted, draft, have)
-        except (httpx.TransportError, Unavailable) as error:
-            if _size(draft) > have:
+            if have < wanted.size:
+                await _receive(connection, url, wanted, draft, have)
+            digest = "sha256:" + await asyncio.to_thread(sha256_of, draft)
+            if (_size(draft), digest) == (wanted.size, wanted.digest):
+                break
+            draft.unlink()
+            raise _not_announced(digest, wanted)
+        except PASSING as error:
+            if not isinstance(error, Damaged) and _size(draft) > have:
                 patience.moved()
             await patience.wait(error)
-    digest = "sha256:" + await asyncio.to_thread(sha256_of, draft)
-    if digest != wanted.digest or _size(draft) != wanted.size:
-        have = _size(draft)
-        draft.unlink()
-        raise BadAnswer(
-            f"the payload has {have} bytes and digest {digest}; {wanted.size} bytes and {wanted.digest} were announced"
-        )
     draft.replace(path)
     sync_folder(folder)
     return path
+
+
+def _not_announced(digest: str, wanted: Wanted) -> Damaged:
+    return Damaged(f"the payload has the digest {digest}; {wanted.digest} was announced")
 
 
 def _is_there(path: Path, draft: Path) -> bool:
@@ -139,7 +149,7 @@ def _is_there(path: Path, draft: Path) -> bool:
 
 
 async def _receive(connection: CoordinatorConnection, url: str, wanted: Wanted, draft: Path, have: int) -> None:
-    """Append to the draft. Raises BadAnswer, Refused, Unavailable, TransportError."""
+    """Append to the draft. Raises PASSING, Refused."""
     # As it lies there: of a compressed body no range could be told by what has arrived.
     headers = {"Authorization": f"Bearer {connection.token}", "Accept-Encoding": "identity"}
     if have:
@@ -149,7 +159,7 @@ async def _receive(connection: CoordinatorConnection, url: str, wanted: Wanted, 
             connection.take(response, await connection.read(response, MAX_JSON_BYTES))
         begin = _begin(response, wanted) if response.status_code == 206 else 0
         if begin > have:
-            raise BadAnswer(f"the payload was asked for from byte {have} on, and comes from byte {begin}")
+            raise Damaged(f"the payload was asked for from byte {have} on, and comes from byte {begin}")
         with draft.open("r+b" if begin else "wb") as file:
             file.seek(begin)
             file.truncate()
@@ -161,7 +171,7 @@ async def _write(response: httpx.Response, file: BinaryIO, most: int) -> None:
     async for chunk in response.aiter_raw():
         written += len(chunk)
         if written > most:
-            raise BadAnswer(f"the payload has more than the {most} bytes that were announced")
+            raise Damaged(f"the payload has more than the {most} bytes that were announced")
         file.write(chunk)
 
 
@@ -169,7 +179,7 @@ def _begin(response: httpx.Response, wanted: Wanted) -> int:
     told = response.headers.get("content-range", "")
     match = _RANGE.fullmatch(told)
     if match is None or int(match[3]) != wanted.size:
-        raise BadAnswer(f"the payload comes as {told[:100]!r}; {wanted.size} bytes were announced")
+        raise Damaged(f"the payload comes as {told[:100]!r}; {wanted.size} bytes were announced")
     return int(match[1])
 
 
@@ -187,14 +197,15 @@ class CoordinatorClient(CoordinatorConnection):
 
     async def enrolment(self, enrolment_token: str) -> EnrolmentInfo:
         """What a client must know before it enrols."""
-        answer = await self.call("GET", self._path("enrolment"), token=enrolment_token)
-        return parse(EnrolmentInfo, answer.body)
+        return await self.call(
+            "GET", self._path("enrolment"), token=enrolment_token, read=partial(parse, EnrolmentInfo)
+        )
 
     async def enrol(self, enrolment_token: str, request: EnrolRequest) -> EnrolResponse:
         """Enrol, or be recognised again by the same name and secret."""
         body = request.model_dump_json().encode()
-        answer = await self.call("POST", self._path("clients"), token=enrolment_token, body=body)
-        return parse(EnrolResponse, answer.body)
+        path, read = self._path("clients"), partial(parse, EnrolResponse)
+        return await self.call("POST", path, token=enrolment_token, body=body, read=read)
 
     async def task(
         self, wait: int, *, retry: bool = True, carrying: str | None = None, progress: float | None = None
@@ -208,18 +219,16 @@ class CoordinatorClient(CoordinatorConnection):
         if progress is not None:
             about["progress"] = f"{progress:.2f}"
 
-        async def poll() -> Reply:
+        async def poll() -> Task | None:
             seconds = min(wait, SHORT_POLL) if self.book.several else wait
             timeouts = httpx.Timeout(seconds + POLL_MARGIN, connect=TIMEOUT.connect)
             path = f"{self._path('task')}?{urlencode({'wait': seconds, **about})}"
             headers = {"Authorization": f"Bearer {self.token}"}
-            return await self.once("GET", path, lambda: None, headers, timeouts, MAX_JSON_BYTES, None)
+            reply = await self.once("GET", path, lambda: None, headers, timeouts, MAX_JSON_BYTES, None)
+            return None if reply.status == 204 else parse(Task, reply)
 
-        answer = await self.until_answered(poll, retry)
-        if answer.status == 204:
-            return None
-        task = parse(Task, answer.body)
-        if self.sent is not None:
+        task = await self.until_answered(poll, retry)
+        if task is not None and self.sent is not None:
             self.sent.asked(task)
         return task
 
@@ -227,7 +236,7 @@ class CoordinatorClient(CoordinatorConnection):
         """The task's tensors, as announced; large ones in a file of ``folder``, if one is given.
 
         Raises:
-            BadAnswer: too many bytes, or others than the task announces.
+            BadAnswer: too many bytes.
         """
         if task.payload.bytes > MAX_PAYLOAD_BYTES:
             raise BadAnswer(f"the payload has {task.payload.bytes} bytes; {MAX_PAYLOAD_BYTES} are allowed: not fetched")
@@ -235,17 +244,12 @@ class CoordinatorClient(CoordinatorConnection):
         wanted = Wanted(task.payload.bytes, task.payload.sha256)
         if folder is not None and wanted.size >= IN_FILES:
             return await fetch(self, url, wanted, folder)
-        if task.payload.data is None:
-            content = (await self.call("GET", url, token=self.token, limit=task.payload.bytes)).body
-        else:
-            content = _decoded(task.payload.data)
-        digest = "sha256:" + hashlib.sha256(content).hexdigest()
-        if len(content) != task.payload.bytes or digest != task.payload.sha256:
-            raise BadAnswer(
-                f"the payload of task {task.task_id} has {len(content)} bytes and digest {digest}; "
-                f"{task.payload.bytes} bytes and {task.payload.sha256} were announced"
-            )
-        return content
+        if task.payload.data is not None:
+            with suppress(Damaged, ValueError):
+                return _whole(b64decode(task.payload.data, validate=True), wanted)
+        return await self.call(
+            "GET", url, token=self.token, limit=wanted.size, read=lambda reply: _whole(reply.body, wanted)
+        )
 
     async def send_update(self, task_id: str, body: Body, wait: int = 0) -> Task | None:
         """Send an update; returns when the coordinator has it (201, or 200 where it already had these bytes).
@@ -256,8 +260,8 @@ class CoordinatorClient(CoordinatorConnection):
 
     async def send_exchange(self, task_id: str, body: bytes) -> None:
         """Answer a step of a secure sum; returns when the coordinator has just these bytes."""
-        headers = {"Content-Type": "application/octet-stream", "Content-Digest": Body.of(body).digest_field}
-        await self.call("PUT", self._task_path(task_id, "exchange"), token=self.token, body=body, headers=headers)
+        headers, path = {"Content-Type": "application/octet-stream"}, self._task_path(task_id, "exchange")
+        await self.call("PUT", path, token=self.token, body=body, headers=headers, read=RECEIPT)
 
     async def send_evaluation(self, task_id: str, evaluation: EvaluationRequest, wait: int = 0) -> Task | None:
         """Send accuracies; ``wait`` and what is returned as of `send_update`."""
@@ -267,16 +271,16 @@ class CoordinatorClient(CoordinatorConnection):
     async def send_failure(self, task_id: str, failure: FailureRequest) -> None:
         """Tell the coordinator not to wait for this task."""
         body = failure.model_dump_json().encode()
-        await self.call("POST", self._task_path(task_id, "failure"), token=self.token, body=body)
+        await self.call("POST", self._task_path(task_id, "failure"), token=self.token, body=body, read=RECEIPT)
 
     async def ask(self, kind: type[AnyMessage], resource: str, **query: str | int) -> AnyMessage:
         """What a resource of the federation answers this client."""
         path = self._path(resource) + (f"?{urlencode(query)}" if query else "")
-        return parse(kind, (await self.call("GET", path, token=self.token)).body)
+        return await self.call("GET", path, token=self.token, read=partial(parse, kind))
 
     async def withdraw(self) -> None:
         """Withdraw this client. Refused 403 if it has withdrawn already, 409 if the federation has ended."""
-        await self.call("POST", self._path("withdrawal"), token=self.token)
+        await self.call("POST", self._path("withdrawal"), token=self.token, read=lambda reply: None)
 
     def _path(self, *parts: str) -> str:
         return "/".join(["/v1/federations", *(quote(part, safe="") for part in (self.federation, *parts))])
@@ -285,24 +289,22 @@ class CoordinatorClient(CoordinatorConnection):
         return self._path("tasks", task_id, resource)
 
     async def _answer(self, task_id: str, resource: str, body: Body, wait: int, **about: str) -> Task | None:
-        """Answer a task; the next one. None also where it cannot be read: the next question says why."""
+        """Answer a task; the next one, if the receipt holds it."""
         # Of several coordinators one that is silent is given up, after less than an update and a wait may take.
         wait = 0 if self.book.several else wait
-        answer = await send(self, self._task_path(task_id, resource), body, wait, **about)
-        try:
-            task = parse(Receipt, answer.body).next
-        except BadAnswer:
-            return None
+        receipt = await send(self, self._task_path(task_id, resource), body, wait, **about)
+        task = receipt.next if receipt is not None else None
         if task is not None and self.sent is not None:
             self.sent.asked(task)
         return task
 
 
-def _decoded(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError:
-        raise BadAnswer("the payload within the task is not base64") from None
+def _whole(content: bytes, wanted: Wanted) -> bytes:
+    """``content``, if it is what was announced. Raises Damaged."""
+    digest = "sha256:" + hashlib.sha256(content).hexdigest()
+    if (len(content), digest) != (wanted.size, wanted.digest):
+        raise _not_announced(digest, wanted)
+    return content
 
 
 def open_http(settings: Settings) -> httpx.AsyncClient:

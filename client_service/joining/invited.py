@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import httpx
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.shared.files import write_whole
+from promptfed.shared.service.digests import CHANGED, Damaged, is_proven
 from promptfed.shared.service.invitation import Invitation, InvitationError, decode
 from promptfed.shared.service.net import (
     certificate_hash,
@@ -28,7 +30,7 @@ TOKEN, AUTHORITY = "invitation.token", "authority.pem"  # in the state folder
 GIVEN = frozenset({"coordinator", "federation", "enrolment_token_file"})
 """The settings that an invitation brings."""
 
-SECONDS = 20.0
+SECONDS, AGAIN_SECONDS = 20.0, 1.0
 MOST_BYTES = 1 << 16  # of a certificate
 
 
@@ -101,7 +103,24 @@ def _authority(invitation: Invitation, settings: Settings) -> Path | None:
 
 
 def _ask(settings: Settings, verify: ssl.SSLContext) -> str:
-    """What ``/v1/authority`` answers. Raises httpx.TransportError; ClientError for a proxy that cannot be used."""
+    """What ``/v1/authority`` answers, asked for again where it was damaged on the way.
+
+    Raises:
+        httpx.TransportError: nobody answers.
+        ClientError: a proxy that cannot be used, or nothing else than damaged answers.
+    """
+    until = time.monotonic() + settings.give_up_after
+    while True:
+        try:
+            return _asked(settings, verify)
+        except (Damaged, httpx.DecodingError) as error:
+            if time.monotonic() > until:
+                text = f"no answer from the coordinator at {settings.first_coordinator} that can be used ({error})"
+                raise ClientError(Exit.UNREACHABLE, f"{text}: {CHANGED}") from None
+        time.sleep(AGAIN_SECONDS)
+
+
+def _asked(settings: Settings, verify: ssl.SSLContext) -> str:
     address = settings.first_coordinator
     try:
         options = http_options(address, verify, settings.proxy)
@@ -116,6 +135,7 @@ def _ask(settings: Settings, verify: ssl.SSLContext) -> str:
             body += part
             if len(body) > MOST_BYTES:
                 break
+        is_proven(answer.headers, body)
     return body.decode(errors="replace")
 
 

@@ -211,9 +211,6 @@ def explain(refused: Refused, settings: Settings) -> ClientError:
         return ClientError(Exit.BACKBONE, f"{where} refuses this backbone: {refused.detail}")
     if "protocol" in refused.kind:
         return ClientError(Exit.PROTOCOL, f"{where} refuses this version: {refused.detail}")
-    if refused.kind == "unexplained":
-        text = f"{settings.coordinator} answers {refused.status} {refused.detail}, as no coordinator does"
-        return ClientError(Exit.REFUSED, f"{text}: is the address right?")
     if refused.kind == "not-found":
         text = f"{settings.coordinator} answers: {refused.detail}, or ask the operator for it"
         return ClientError(Exit.REFUSED, text)

@@ -317,6 +317,7 @@ Calling = Annotated[CallingClient, Depends(_client)]
 ANY_REQUEST: tuple[type[Refusal], ...] = (
     problems.InvalidRequest,
     problems.UnreadableBody,
+    problems.DigestMismatch,
     problems.UploadTimeout,
     problems.BodyTooLarge,
     problems.InternalError,

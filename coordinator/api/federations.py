@@ -27,7 +27,7 @@ from promptfed.coordinator.api.deps import (
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import jobs, recovery, retention
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.http.bodies import Incoming
+from promptfed.coordinator.http.bodies import Incoming, announced_digest, expect_digest
 from promptfed.coordinator.http.callers import OperatorCaller, fingerprint
 from promptfed.coordinator.operations import federations, tokens
 from promptfed.coordinator.reports.federations import federation_view, without_participation
@@ -43,6 +43,7 @@ from promptfed.shared.api.api_schemas import (
     TokenPage,
     TokenRequest,
 )
+from promptfed.shared.service import digests
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 
@@ -200,6 +201,8 @@ async def put_initial_state(request: Request, registry: RegistryOf, federation: 
     async with request.app.state.uploads.receive(Incoming.of(request), limit) as upload:
         if upload.too_large:
             raise problems.BodyTooLarge(f"a body may have {limit} bytes (admission.max_bytes); this one has more")
+        if digests.CONTENT in request.headers:
+            expect_digest(upload, announced_digest(request.headers[digests.CONTENT]))
         state_hash = await run_sync(lambda: federations.supply_state(registry, federation.id, upload.read()))
         return SuppliedState(state_hash=state_hash, bytes=upload.size)
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 from collections.abc import AsyncIterator
 from itertools import chain
@@ -50,13 +49,15 @@ from promptfed.shared.api.export_card import Facts
 from promptfed.shared.api.report_schemas import ReplayReport, RoundPage, RoundReport
 from promptfed.shared.canonical import SIGNATURE_HEADER, export_statement, statement
 from promptfed.shared.messages import ENDED
+from promptfed.shared.service import digests
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
 
 Round = Annotated[int, Path(ge=0, le=1_000_000)]
 RoundQuery = Annotated[str, Query(pattern=r"^(latest|\d{1,7})$", description="a round, or latest")]
 
-TENSORS_TYPE = "application/octet-stream"
+TENSORS_TYPE, CSV_TYPE = "application/octet-stream", "text/csv; charset=utf-8"
+WHOLE_CSV = 1 << 20  # bytes up to which the numbers go as a whole, and so with their digest
 CARD_BODY = deps.body("application/json", {"type": "object"}, "`card.json`, byte for byte as the export holds it")
 
 
@@ -120,12 +121,12 @@ def get_prompts(
     known = [tag.strip().removeprefix("W/").strip('"') for tag in (if_none_match or "").split(",")]
     if state.state_hash in known or "*" in known:
         return Response(status_code=status.HTTP_304_NOT_MODIFIED, headers=headers)
-    digest = base64.b64encode(bytes.fromhex(state.sha256.removeprefix("sha256:"))).decode()
-    return tensors_at(registry.blobs.place(state.sha256), headers | {"Repr-Digest": f"sha-256=:{digest}:"})
+    return tensors_at(registry.blobs.place(state.sha256), state.sha256, headers)
 
 
-def tensors_at(place: bytes | FilePath, headers: dict[str, str]) -> Response:
+def tensors_at(place: bytes | FilePath, sha256: str, headers: dict[str, str]) -> Response:
     """An answer with stored tensors: of a row in memory, or of a file."""
+    headers = headers | {digests.WHOLE: digests.digest_field(bytes.fromhex(sha256.removeprefix("sha256:")))}
     if isinstance(place, bytes):
         return Response(place, media_type=TENSORS_TYPE, headers=headers)
     return BlobFile(place, media_type=TENSORS_TYPE, headers=headers)
@@ -146,9 +147,12 @@ def get_metrics(registry: RegistryOf, federation: Informed) -> Response:
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
         numbers = rounds.rounds(session, federation.id)
-    pieces = rounds.as_csv(registry.database, federation, numbers)
-    begun = next(pieces)  # what fails before it is answered as a problem
-    return StreamingResponse(chain([begun], pieces), media_type="text/csv; charset=utf-8")
+    pieces, begun = rounds.as_csv(registry.database, federation, numbers), bytearray()
+    for piece in pieces:  # what fails before the first of them is sent is answered as a problem
+        begun += piece
+        if len(begun) > WHOLE_CSV:
+            return StreamingResponse(chain([bytes(begun)], pieces), media_type=CSV_TYPE)
+    return Response(bytes(begun), media_type=CSV_TYPE)
 
 
 async def _body(request: Request, _: Operated) -> bytes:

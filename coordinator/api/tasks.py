@@ -252,7 +252,7 @@ async def get_payload(request: Request) -> Response:
         digest, place = submissions.served_payload(*asked)
     else:
         digest, place = await run_sync(submissions.served_payload, *asked)
-    return tensors_at(place, {"ETag": f'"{digest}"'})
+    return tensors_at(place, digest, {"ETag": f'"{digest}"'})
 
 
 def is_at_hand(registry: Registry, caller: CallingClient, task_id: str) -> bool:
@@ -295,7 +295,7 @@ def _update_parameters(sent: Annotated[None, Depends(_sent_parameters)], wait: A
     response_model=UpdateReceipt,
     responses={
         **ACCEPTED_BEFORE,
-        **deps.for_clients(problems.DigestMissing, problems.DigestMismatch, *ANSWERED, *UPDATE),
+        **deps.for_clients(problems.DigestMissing, *ANSWERED, *UPDATE),
     },
     openapi_extra=TENSOR_BODY,
 )
@@ -369,7 +369,6 @@ async def put_evaluation(request: Request) -> Response:
         **ACCEPTED_BEFORE,
         **deps.for_clients(
             problems.DigestMissing,
-            problems.DigestMismatch,
             *ANSWERED,
             problems.BodyTooLarge,
             problems.StorageFull,

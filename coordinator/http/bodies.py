@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import hashlib
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +14,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.responses import FileResponse
 from fastapi.security import HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,6 +32,7 @@ from promptfed.coordinator.problems import (
 from promptfed.coordinator.store.blobs import Upload, digest_of
 from promptfed.coordinator.store.opening import digest
 from promptfed.shared.methods.core.checks import BYTES_PER_SECOND
+from promptfed.shared.service import digests
 
 CHUNK = 1 << 20
 DRAINED = 8 << 20  # how much more than its limit a body may have before we stop listening to it
@@ -40,7 +40,6 @@ WAITING_BYTES = 64 << 20
 SHARE = 4  # a client has at most one place in so many, but always one
 OF_ONE_CLIENT = 8  # bodies that may be under way or wait
 HELD_BYTES = 320 << 10  # of one body, before the server stops reading it: 64 KB and what was under way
-_SHA256 = re.compile(r"(?:^|,)\s*sha-256\s*=\s*:([A-Za-z0-9+/=]*):")
 
 
 @dataclass(frozen=True)
@@ -244,20 +243,21 @@ def announced_length(header: str | None) -> int | None:
 
 def announced_digest(header: str | None) -> str:
     """The SHA-256 of a Content-Digest header (RFC 9530), as ``sha256:<hex>``. Raises DigestMissing."""
-    match = _SHA256.search(header or "")
-    try:
-        raw = base64.b64decode(match.group(1), validate=True) if match else b""
-    except binascii.Error:
-        raw = b""
-    if len(raw) != hashlib.sha256().digest_size:
+    raw = digests.sha256_in(header)
+    if raw is None:
         raise DigestMissing("send the body's SHA-256 as `Content-Digest: sha-256=:<base64>:`")
     return "sha256:" + raw.hex()
 
 
 def expect_digest(upload: Upload, announced: str) -> None:
     """Refuse a body with another digest than announced. A body over the limit is not compared."""
-    if not upload.too_large and upload.sha256 != announced:
-        raise DigestMismatch(f"the body has digest {upload.sha256}; {announced} was announced: send it again")
+    if not upload.too_large:
+        _expect_same(upload.sha256, announced)
+
+
+def _expect_same(actual: str, announced: str) -> None:
+    if actual != announced:
+        raise DigestMismatch(f"the body has digest {actual}; {announced} was announced: send it again")
 
 
 JSON_BYTES = 8 << 20
@@ -294,9 +294,16 @@ class JsonBody:
         self._received = 0
         self._until: float | None = None
         self._whole = False
+        self._announced = digests.sha256_in(Headers(scope=scope).get(digests.CONTENT))
+        self._digest = hashlib.sha256()
 
     async def __call__(self) -> Message:
-        """The next part. Raises HTTPException if it arrives too late or exceeds the limit."""
+        """The next part.
+
+        Raises:
+            HTTPException: it arrives too late, or exceeds the limit.
+            DigestMismatch: the body has another digest than was announced.
+        """
         if self._whole:  # What comes now is that the caller has gone.
             return await self._receive()
         if self._until is None:
@@ -309,10 +316,15 @@ class JsonBody:
                 message = await self._receive()
         except TimeoutError:
             raise HTTPException(408, f"the body did not arrive within {self._seconds:g} s") from None
-        self._received += len(message.get("body", b""))
+        part = message.get("body", b"")
+        self._received += len(part)
         if self._received > JSON_BYTES:
             raise HTTPException(413)
         self._whole = not message.get("more_body", False)
+        if self._announced is not None:
+            self._digest.update(part)
+            if self._whole and message["type"] == "http.request":
+                _expect_same("sha256:" + self._digest.hexdigest(), "sha256:" + self._announced.hex())
         return message
 
 

@@ -6,6 +6,7 @@ and receives their answers. `Coordinator` sends them over a network, `AsyncCoord
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -21,6 +22,8 @@ from typing import Any, Generic, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from promptfed.shared.service import digests
+from promptfed.shared.service.digests import Damaged
 from promptfed.shared.service.net import (
     GONE_SECONDS,
     MOST_MOVES,
@@ -36,6 +39,7 @@ from promptfed.shared.service.net import (
     trust,
 )
 from promptfed.shared.service.reasons import Exit, offence, why
+from promptfed.shared.spec.section import PROTOCOL
 
 __all__ = ["CommandError", "Exit", "offences"]
 
@@ -64,6 +68,7 @@ PROXY_VARIABLE = "PROMPTFED_PROXY"
 RESTART_SECONDS = 60.0
 TAKEOVER_SECONDS = 20.0
 RETRY_SECONDS = 0.2
+PASSING = (httpx.TransportError, httpx.DecodingError, Damaged)
 UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)
 MOVING = ("federation-moving", "store-away", "not-ready")  # 503s that another coordinator may not give
 TOKEN_VARIABLE = "PROMPTFED_OPERATOR_TOKEN"  # noqa: S105 (a variable's name)
@@ -142,6 +147,7 @@ class Coordinator:
         self._book = AddressBook(self.url)
         self._failed = self.url  # the address that did not answer last
         self._meanwhile = meanwhile
+        self._served = False  # whether a coordinator has answered: somebody else's answers then pass
         self._http = httpx.Client(headers=_authorization(token), timeout=timeout, **_connection(self.url))
 
     def __enter__(self) -> Self:
@@ -170,16 +176,18 @@ class Coordinator:
             return result
 
     def send(self, request: Request[View]) -> Answer[View]:
-        """The answer to one request.
+        """The answer to one request. What was damaged on the way is sent again where that is safe.
 
         Raises:
             CommandError: the coordinator cannot be reached, or it refused; the text has the problem's detail and path.
         """
         try:
             return _answer(request, self._response(request))
-        except httpx.TransportError as error:
+        except PASSING as error:
             text = f"cannot reach the coordinator at {self.url} ({why(error)}): is it running? See --coordinator"
-            if request.verb != "GET" and not isinstance(error, UNSENT):
+            if isinstance(error, (Damaged, httpx.DecodingError)):
+                text = _unusable(request, error)
+            elif request.verb != "GET" and not isinstance(error, UNSENT):
                 text = f"{self._failed} took the request and gives no answer: look before you repeat it"
             raise CommandError(explained(error, self._failed) or text, Exit.UNREACHABLE) from None
 
@@ -188,12 +196,16 @@ class Coordinator:
         while True:
             try:
                 response = self._followed(request)
-                if not self._is_moving(response) or time.monotonic() > deadline:
+                ours = PROTOCOL in response.headers
+                self._served |= ours
+                may_pass = self._is_moving(response) or (self._served and not ours and request.verb == "GET")
+                if not may_pass or time.monotonic() > deadline:
                     return response
-            except httpx.TransportError as error:
-                # A request that was not sent, or that only reads, can be sent again.
-                harmless = request.verb == "GET" or isinstance(error, httpx.ConnectError)
-                may_help = self._meanwhile is not None or self._book.several
+            except PASSING as error:
+                # A request that was not sent or taken, or that only reads, can be sent again.
+                harmless = request.verb == "GET" or isinstance(error, (httpx.ConnectError, Damaged))
+                damaged = isinstance(error, (Damaged, httpx.DecodingError))
+                may_help = self._meanwhile is not None or self._book.several or damaged
                 if not may_help or not harmless or time.monotonic() > deadline:
                     raise
             if self._meanwhile is not None:
@@ -206,8 +218,8 @@ class Coordinator:
         for _ in range(MOST_MOVES):
             address = book.current
             try:
-                response = self._asked(address, request)
-            except httpx.TransportError as error:
+                response = _received(request, self._asked(address, request))
+            except PASSING as error:
                 self._failed = address
                 if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)):
                     book.note_silent(address)
@@ -229,12 +241,11 @@ class Coordinator:
 
     def _is_moving(self, response: httpx.Response) -> bool:
         """Whether another coordinator will answer soon."""
-        kind = str(_problem(response).get("type", "")).rpartition("/")[2] if response.status_code == 503 else ""
-        return self._book.several and kind in MOVING
+        return self._book.several and response.status_code == 503 and _kind(_problem(response)) in MOVING
 
     def _asked(self, address: str, request: Request[Any]) -> httpx.Response:
         """The answer of one coordinator. With several of them, one that is gone is given up after some seconds."""
-        send = partial(self._http.request, request.verb, address + request.path, **request.options)
+        send = partial(self._http.send, _built(self._http, request, address + request.path))
         if not self._book.several:
             return send()
         if request.verb != "GET" and not self._is_there(address):
@@ -278,10 +289,52 @@ class AsyncCoordinator:
             return result
 
     async def send(self, request: Request[View]) -> Answer[View]:
-        """The answer to one request. Raises CommandError with the reason if the coordinator refused."""
-        headers = self._authorization | request.options.get("headers", {})
-        options = {**request.options, "headers": headers}
-        return _answer(request, await self._http.request(request.verb, request.path, **options))
+        """The answer to one request, as of `Coordinator.send`. Raises CommandError, httpx.TransportError."""
+        until = time.monotonic() + TAKEOVER_SECONDS
+        while True:
+            sent = _built(self._http, request, request.path)
+            sent.headers.update(self._authorization)
+            try:
+                return _answer(request, _received(request, await self._http.send(sent)))
+            except (Damaged, httpx.DecodingError) as error:
+                harmless = request.verb == "GET" or isinstance(error, Damaged)
+                if not harmless or time.monotonic() > until:
+                    raise CommandError(_unusable(request, error), Exit.UNREACHABLE) from None
+            await asyncio.sleep(RETRY_SECONDS)
+
+
+def _built(http: httpx.Client | httpx.AsyncClient, request: Request[Any], url: str) -> httpx.Request:
+    """A request with the digest of its body."""
+    built = http.build_request(request.verb, url, **request.options)
+    if built.content:
+        built.headers[digests.CONTENT] = digests.field_of(built.content)
+    return built
+
+
+def _received(request: Request[Any], response: httpx.Response) -> httpx.Response:
+    """The answer, if it can be what the coordinator sent.
+
+    Raises:
+        Damaged: it cannot, and the request can safely be sent again.
+        CommandError: it cannot, and the coordinator has done what was asked.
+    """
+    try:
+        proven = digests.is_proven(response.headers, response.content, response.status_code == 206)
+        if not proven and PROTOCOL in response.headers and "json" in response.headers.get("content-type", ""):
+            response.json()
+    except (Damaged, ValueError) as error:
+        damaged = error if isinstance(error, Damaged) else Damaged("it is not JSON")
+        if request.verb == "GET" or not response.is_success:
+            raise damaged from None
+        raise CommandError(_unusable(request, damaged), Exit.UNREACHABLE) from None
+    if response.status_code == 400 and _kind(_problem(response)) == "digest-mismatch":
+        raise Damaged("the request arrived as something else")
+    return response
+
+
+def _unusable(request: Request[Any], error: Exception) -> str:
+    look = "" if request.verb == "GET" else "look before you repeat it; "
+    return f"no answer to {request.verb} {request.path} that can be used ({error}): {look}{digests.CHANGED}"
 
 
 def _authorization(token: str) -> dict[str, str]:
@@ -292,7 +345,11 @@ def _answer(request: Request[View], response: httpx.Response) -> Answer[View]:
     if response.is_success:
         return Answer(request.model, str(response.url), response.headers, response.content)
     problem = _problem(response)
-    raise CommandError(*_refusal(response, problem), kind=str(problem.get("type", "")).rpartition("/")[2])
+    raise CommandError(*_refusal(response, problem), kind=_kind(problem))
+
+
+def _kind(problem: Mapping[str, Any]) -> str:
+    return str(problem.get("type", "")).rpartition("/")[2]
 
 
 def _problem(response: httpx.Response) -> Mapping[str, Any]:

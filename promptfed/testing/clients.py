@@ -5,7 +5,6 @@ Their updates depend only on what they pulled, on their name, the round and the 
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import time
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import httpx
 import torch
 
 from promptfed.shared.seeds import generator
+from promptfed.shared.service import digests
 from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.spec.spec import merged
 from promptfed.shared.tensors import Tensors
@@ -26,6 +26,7 @@ FINGERPRINT = "sha256:" + "ab" * 32
 DEADLINE = 3600.0  # seconds that a phase is open: a machine that stands still for a while ends none, tests leap
 ASKED_FOR = {"aggregators": ("aggregator",)}  # by phase; elsewhere all that came down goes up
 CLASSES = ["circle", "square", "star"]
+content_digest = digests.field_of
 
 
 def spec(**changes: Any) -> dict[str, Any]:
@@ -62,11 +63,6 @@ def enrolment(name: str, **changes: Any) -> dict[str, Any]:
 def bearer(token: str) -> dict[str, str]:
     """The headers of a client or an operator of this release."""
     return {"Authorization": f"Bearer {token}", PROTOCOL: str(VERSION)}
-
-
-def content_digest(body: bytes) -> str:
-    """The Content-Digest header of RFC 9530."""
-    return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
 
 
 def trained(tensors: Tensors, name: str, task: dict[str, Any]) -> Tensors:

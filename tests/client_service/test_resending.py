@@ -21,6 +21,7 @@ from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.state.private_state import FILE, PrivateState, keep_known
 from promptfed.client_service.training import trainer
+from promptfed.shared.messages import PROBLEM_BASE
 from promptfed.shared.methods.promptfl import CoOp
 from promptfed.shared.seeds import derive_seed
 from promptfed.shared.service import net
@@ -468,7 +469,8 @@ def test_an_address_that_the_policy_does_not_list_is_not_used() -> None:
 
 def test_a_refusal_tells_of_nobody() -> None:
     async def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(401, headers={TOLD: B})
+        body = {"type": f"{PROBLEM_BASE}unauthorized", "title": "t", "status": 401, "detail": "d"}
+        return httpx.Response(401, headers={TOLD: B}, json=body)
 
     client = Hosts(a=answer).client(A)
     with pytest.raises(connection.Refused):

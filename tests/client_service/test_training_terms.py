@@ -366,7 +366,6 @@ def answers(response: Response) -> dict[str, Any]:
      r"is promptfed-other==2\.1 at the coordinator and promptfed's own here"),
     (answers(Response(b"<html>a portal</html>")), {}, Exit.PROTOCOL, ""),
     (answers(problem(404, "not-found", "no such federation")), {}, Exit.REFUSED, "no such federation"),
-    (answers(Response(b"<html>a portal</html>", 404)), {}, Exit.REFUSED, r"(?=.*answers 404).*is the address right\?"),
     ({}, {"source": made_up_source(names=["sun", "lynx", "anchor", "otter"])}, Exit.BAD_INPUT,
      "^(?!.*look alike).*does not know the classes 'lynx', 'otter'"),
     ({}, {"source": made_up_source(names=["Sun", "anchor"])}, Exit.BAD_INPUT, r"\(these look alike: 'Sun' and 'sun'\)"),

@@ -24,6 +24,7 @@ from torch import Tensor
 from promptfed.client_service import task_loop
 from promptfed.client_service.__main__ import main
 from promptfed.client_service.exits import ClientError, Exit, Failure
+from promptfed.client_service.http import connection
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.monitor import EventJsonLines, EventTextLines, Monitor, Status, sentence
 from promptfed.client_service.privacy.agreement import ANSWERS, FILE
@@ -224,14 +225,19 @@ def test_a_failure_of_another_kind_says_nothing_of_the_machine(make: Make, caplo
     assert not any(str(make.settings.state_dir).encode() in body for body in coordinator.received)
 
 
-def test_a_corrupted_payload_is_not_used(make: Make) -> None:
+def test_a_corrupted_payload_is_not_used_but_asked_for_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "FIRST_BACKOFF", 0.01)
+    left = [5]
+
     def corrupt(request: Request) -> Response | None:
-        return Response(b"\0" * 600) if request.url.path.endswith("/payload") else None
+        if not request.url.path.endswith("/payload") or not left[0]:
+            return None
+        left[0] -= 1
+        return Response(b"\0" * 600)
 
     coordinator = make.coordinator(rounds=1, alter=corrupt)
     assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
-    assert [failure["type"] for failure in coordinator.failures] == ["BadAnswer"] * 3
-    assert not coordinator.accepted
+    assert (left, coordinator.failures, len(coordinator.accepted)) == ([0], [], 1)
 
 
 def test_a_withdrawn_client_ends(make: Make) -> None:

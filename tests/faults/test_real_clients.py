@@ -16,9 +16,9 @@ from promptfed.client_service.http import connection
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.store.tables import UpdateRow
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
-from tests.faults.test_partition import TROUBLES
+from tests.faults.test_partition import TROUBLES, now_and_then
 from tests.support.coordinators import InThread, in_thread
-from tests.support.proxy import ProxiedRequest, Proxy, Trouble
+from tests.support.proxy import DAMAGES, ProxiedRequest, Proxy, Trouble
 from tests.support.real_clients import NAMES, ROUNDS, RealFederations, without_id
 
 
@@ -71,20 +71,15 @@ def test_in_trouble_and_with_clocks_apart_they_come_to_the_state_of_a_quiet_run(
         # What clients are told of deadlines is then hours before or after what they take for now.
         patch.setattr(clock, "datetime", Jumping)
         assert without_id(run(coordinator, coordinator.url)) == quiet
-    chance = random.Random(11)
-
-    def trouble(asked: ProxiedRequest) -> Trouble:
-        return chance.choice(TROUBLES) if chance.random() < 0.5 else "none"
-
-    with Proxy(coordinator.url, trouble) as proxy:
-        disturbed = run(coordinator, proxy.url)
-        assert sum(proxy.seen[one] for one in TROUBLES) > 10
-    federation = disturbed["federation"]
-    assert without_id(disturbed) == quiet
+    for troubles in (TROUBLES, DAMAGES):
+        with Proxy(coordinator.url, now_and_then(11, troubles=troubles)) as proxy:
+            disturbed = run(coordinator, proxy.url)
+            assert sum(proxy.seen[one] for one in troubles) > 10
+        assert without_id(disturbed) == quiet
+        assert coordinator.get(f"{disturbed['federation']}/rounds/1")["phases"][0]["failed"] == []
     with coordinator.registry.database.read() as session:
         stored = session.query(UpdateRow).count()
-    assert stored == 3 * ROUNDS * len(NAMES), "each task of all runs was answered once"
-    assert coordinator.get(f"{federation}/rounds/1")["phases"][0]["failed"] == []
+    assert stored == 4 * ROUNDS * len(NAMES), "each task of all runs was answered once"
 
 
 def away_for(seconds: float, after: int) -> Callable[[ProxiedRequest], Trouble]:

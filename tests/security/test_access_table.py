@@ -18,6 +18,7 @@ from promptfed.coordinator.http import callers
 from promptfed.coordinator.http.callers import GUESSES, AuthThrottle
 from promptfed.coordinator.problems import TooManyFailures
 from promptfed.coordinator.settings import Settings
+from promptfed.shared.service.digests import is_proven
 from promptfed.testing.clients import bearer, content_digest, enrolment, secret_of, spec, update_body
 from tests import ROOT
 from tests.security.test_connections import answer_to_a_beginning
@@ -50,14 +51,20 @@ def table() -> dict[str, str]:
     return found
 
 
+OPERATIONS: dict[str, dict[str, Any]] = {
+    f"{verb.upper()} {path.replace(FEDERATION, '...')}": operation
+    for path, verbs in create_app(Settings()).openapi()["paths"].items()
+    for verb, operation in verbs.items()
+}
+
+
 def described() -> dict[str, str]:
     """Who may call what, as the coordinator says itself."""
     found = {}
-    for path, verbs in create_app(Settings()).openapi()["paths"].items():
-        for verb, operation in verbs.items():
-            schemes = [name for one in operation.get("security", []) for name in one]
-            assert len(schemes) <= 1, (verb, path)
-            found[f"{verb.upper()} {path.replace(FEDERATION, '...')}"] = schemes[0] if schemes else "anyone"
+    for call, operation in OPERATIONS.items():
+        schemes = [name for one in operation.get("security", []) for name in one]
+        assert len(schemes) <= 1, call
+        found[call] = schemes[0] if schemes else "anyone"
     return found
 
 
@@ -95,8 +102,11 @@ class Door:
         if url.endswith(("/update", "/exchange")):
             body = update_body({"context": self.payload}, self.task)
             headers |= {"Content-Digest": content_digest(body)}
-            return self.coordinator.http.request(verb, url, content=body, headers=headers)
-        return self.coordinator.http.request(verb, url, headers=headers, json=BODIES.get(call))
+            answer = self.coordinator.http.request(verb, url, content=body, headers=headers)
+        else:
+            answer = self.coordinator.http.request(verb, url, headers=headers, json=BODIES.get(call))
+        assert is_proven(answer.headers, answer.content) == (url.startswith("/v1/") and answer.content != b"")
+        return answer
 
 
 def operator(coordinator: InThread, role: str, **more: Any) -> str:
@@ -181,6 +191,18 @@ def test_the_token_is_checked_before_the_body_is_read(door: Door, call: str) -> 
         answer = answer_to_a_beginning(door.coordinator, url, bearer(token), verb)
         assert answer.startswith(f"HTTP/1.1 {status} "), (name, answer)
         assert f"/problems/{kind}" in answer, (name, answer)
+
+
+@pytest.mark.parametrize("call", [call for call in BROUGHT if "requestBody" in OPERATIONS[call]])
+def test_a_body_that_was_damaged_on_the_way_is_not_used(door: Door, call: str) -> None:
+    token = secret_of("a") if TABLE[call] == "client" else door.tokens[TABLE[call]]
+    verb, url = door.address(call)
+    sent = {"content": b'{"name": "eves"}', "headers": bearer(token) | {"Content-Type": "application/json"}}
+    sent["headers"] |= {"Content-Digest": content_digest(b'{"name": "eyes"}')}
+    before = door.knock("GET /v1/federations", door.tokens["admin"]).json()["federations"]
+    answer = door.coordinator.http.request(verb, url, **sent)
+    assert (answer.status_code, kind_of(answer)) == (400, "digest-mismatch")
+    assert len(door.knock("GET /v1/federations", door.tokens["admin"]).json()["federations"]) == len(before)
 
 
 @pytest.mark.parametrize("call", [call for call in TABLE if "{task_id}" in call])

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from promptfed.cli.main import app
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
+from promptfed.client_service.joining import invited
 from promptfed.client_service.joining.invited import AUTHORITY, accept
 from promptfed.coordinator.domain import clock
 from promptfed.sdk import operations
@@ -26,7 +27,7 @@ from promptfed.sdk.client import CA_VARIABLE, CommandError, Coordinator
 from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.service.invitation import Invitation, decode
 from promptfed.shared.service.net import certificate_hash
-from promptfed.testing.clients import spec
+from promptfed.testing.clients import content_digest, spec
 from tests.security.test_tls import certificate
 from tests.support.coordinators import ForkedCoordinator
 
@@ -36,8 +37,13 @@ TOKEN = "ab" * 32
 
 
 @contextmanager
-def imitation(folder: Path, body: str) -> Iterator[tuple[str, list[str]]]:
-    """A server with a certificate of its own, which always answers ``body``; its address and what it was sent."""
+def imitation(
+    folder: Path, body: str, damaged: int = 0, headers: Mapping[str, str] = {}
+) -> Iterator[tuple[str, list[str]]]:
+    """A server with a certificate of its own, which always answers ``body``; its address and what it was sent.
+
+    ``damaged``: answers before that have another body, or no such encoding as ``headers`` say.
+    """
     cert, key = certificate(folder, "imitation")
     seen: list[str] = []
 
@@ -45,8 +51,11 @@ def imitation(folder: Path, body: str) -> Iterator[tuple[str, list[str]]]:
         def do_GET(self) -> None:
             seen.append(f"{self.requestline}\n{self.headers}")
             self.send_response(200)
+            early = len(seen) <= damaged
+            for name, value in headers.items() if early else ():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(body.encode())
+            self.wfile.write((body[:-9] if early else body).encode())
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""
@@ -82,9 +91,9 @@ def test_who_is_invited_trusts_the_own_certificate(tmp_path: Path, monkeypatch: 
             minted = api.send(operations.mint_token("pets", **asked)).view
             for_two = api.send(operations.mint_token("pets", uses=2, **asked | {"name": "wards"})).view
         assert minted.invitation is not None
-        invited = decode(minted.invitation)
-        assert invited.authority == certificate_hash(cert.read_text())
-        assert (invited.token, invited.expires_at) == (minted.token, minted.expires_at)
+        decoded = decode(minted.invitation)
+        assert decoded.authority == certificate_hash(cert.read_text())
+        assert (decoded.token, decoded.expires_at) == (minted.token, minted.expires_at)
         state = tmp_path / "state"
         settings = accept(minted.invitation, {"data": "symbols:sketch", "state_dir": state})
         assert settings.ca_file == state / AUTHORITY
@@ -129,6 +138,24 @@ def test_another_certificate_is_not_trusted_and_learns_nothing(tmp_path: Path, a
             assert not (state / AUTHORITY).exists()
     assert seen
     assert not any(TOKEN in request or "uthorization" in request for request in seen)
+
+
+@pytest.mark.parametrize("headers", [{"Content-Encoding": "gzip"}, {"Content-Digest": content_digest(b"another")}])
+def test_a_certificate_that_was_damaged_on_the_way_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
+) -> None:
+    monkeypatch.setattr(invited, "AGAIN_SECONDS", 0.01)
+    own = certificate(tmp_path, "imitation")[0].read_text()
+    given = {"data": "symbols:sketch", "state_dir": tmp_path / "state"}
+    with imitation(tmp_path, own, damaged=3, headers=headers) as (url, seen):
+        text = invitation(url, certificate_hash(own))
+        assert accept(text, given).ca_file == tmp_path / "state" / AUTHORITY
+        assert len(seen) == 4
+    with imitation(tmp_path, own, damaged=1 << 30, headers=headers) as (url, _):
+        given |= {"state_dir": tmp_path / "other", "give_up_after": 0.05}
+        with pytest.raises(ClientError, match="that can be used") as end:
+            accept(invitation(url, certificate_hash(own)), given)
+        assert end.value.exit is Exit.UNREACHABLE
 
 
 def test_invitations_that_cannot_be_accepted_are_refused_in_one_line(tmp_path: Path) -> None:

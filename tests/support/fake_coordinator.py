@@ -21,6 +21,7 @@ from promptfed.shared.messages import PROBLEM_BASE, EnrolmentInfo, EnrolRequest,
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import ServerContext
 from promptfed.shared.seeds import initial_draws
+from promptfed.shared.service.digests import field_of
 from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
@@ -122,6 +123,11 @@ class FakeCoordinator:
             body = await request.body()
             self.received.append(body)
             answer = self.alter(request) or await call_next(request)
+            if (iterated := getattr(answer, "body_iterator", None)) is not None:
+                content = b"".join([part async for part in iterated])
+                answer = Response(content, answer.status_code, dict(answer.headers))
+            if answer.body:
+                answer.headers["Content-Digest"] = field_of(answer.body)
             self.calls.append((request.method, request.url.path, answer.status_code))
             answer.headers.setdefault(PROTOCOL, self.protocol_version)
             return answer
@@ -192,7 +198,7 @@ class FakeCoordinator:
         async def failure(task_id: str, request: Request) -> Response:
             self.failures.append(await request.json())
             self.plan.pop(0)
-            return Response(status_code=201)
+            return JSONResponse({"task_id": task_id, "status": "failed"})
 
     def _refuse(self, request: Request) -> Response | None:
         if self.client is None or request.headers["authorization"] != f"Bearer {self.client.secret}":

@@ -28,7 +28,12 @@ Trouble = Literal[
     "twice",  # carried out twice, one after the other; the second answer comes
     "twice-at-once",  # the same, both under way together
     "late",  # carried out a while later
+    "flipped-request",  # one bit of its body is another one
+    "flipped-answer",
+    "appended-answer",  # something is added to its body, and counted
+    "false-encoding",  # its answer is said to be compressed
 ]
+DAMAGES: tuple[Trouble, ...] = ("flipped-request", "flipped-answer", "appended-answer", "false-encoding")
 LENGTH = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
 CHUNKED = re.compile(rb"\r\ntransfer-encoding:\s*chunked", re.IGNORECASE)
 CONNECTION = re.compile(rb"\r\nconnection:[^\r]*", re.IGNORECASE)
@@ -86,6 +91,8 @@ class Proxy(LoopbackServer):
             await self._write(writer, TOO_LARGE, slowly=False)
             return
         request = CONNECTION.sub(b"", head[:-4]) + b"\r\nConnection: close\r\n\r\n" + await _body(reader, head)
+        if trouble == "flipped-request":
+            request = _flipped(request)
         if trouble == "half-a-request":
             await self._send(
                 request[: (len(head) + len(request)) // 2 if len(request) > len(head) + 50 else len(head) // 2]
@@ -96,6 +103,7 @@ class Proxy(LoopbackServer):
             return
         if trouble == "half-an-answer":
             answer = answer[: len(answer) // 2]
+        answer = _damaged(answer, trouble)
         await self._write(writer, answer, slowly=trouble == "slow-answer")
 
     async def _carried_out(self, request: bytes, trouble: Trouble, path: str) -> bytes:
@@ -145,6 +153,24 @@ async def _body(reader: asyncio.StreamReader, head: bytes) -> bytes:
         while not body.endswith(b"0\r\n\r\n"):
             body += await reader.readuntil(b"\r\n")
     return body
+
+
+def _flipped(message: bytes) -> bytes:
+    head, end, body = message.partition(b"\r\n\r\n")
+    at = len(body) // 2
+    return head + end + (body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :] if body else b"")
+
+
+def _damaged(answer: bytes, trouble: Trouble) -> bytes:
+    head, end, body = answer.partition(b"\r\n\r\n")
+    if not body:
+        return answer
+    if trouble == "flipped-answer":
+        return _flipped(answer)
+    if trouble == "appended-answer":
+        script = b"<script>track()</script>"
+        return LENGTH.sub(b"\r\nContent-Length: %d" % (len(body) + len(script)), head) + end + body + script
+    return head + b"\r\nContent-Encoding: gzip" + end + body if trouble == "false-encoding" else answer
 
 
 def _is_whole(request: bytes) -> bool:

@@ -39,6 +39,7 @@ from promptfed.shared.service.net import TOLD
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread, in_thread
+from tests.support.proxy import DAMAGES, ProxiedRequest, Proxy, Trouble
 from tests.support.waiting import PATIENCE
 
 
@@ -109,6 +110,81 @@ def test_pages_are_read_to_the_end(server: InThread, api: Coordinator) -> None:
     names = [view.name for page in pages for view in page.view.federations]
     assert (names[0], names[-3:]) == ("eyes", ["a", "b", "c"])
     assert len(pages) == -(-len(names) // 2)
+
+
+def now_and_then(trouble: Trouble, every: int = 2) -> Callable[[ProxiedRequest], Trouble]:
+    return lambda asked: trouble if asked.number % every == 0 else "none"
+
+
+def token_of(server: InThread) -> str:
+    return server.operator["Authorization"].split()[1]
+
+
+@pytest.mark.parametrize("trouble", DAMAGES)
+def test_what_was_damaged_on_the_way_is_asked_for_again(server: InThread, trouble: Trouble) -> None:
+    spec = {"name": trouble, "method": {"name": "promptfl"}, "rounds": 3}
+    with Proxy(server.url, now_and_then(trouble)) as proxy, Coordinator(proxy.url, token_of(server)) as damaged:
+        for _ in range(3):
+            assert damaged.send(operations.get_federation("eyes")).view.name == "eyes"
+            assert damaged.send(operations.get_metrics("eyes")).body.startswith(b"round,")
+            if trouble == "flipped-request":  # with a damaged answer it would not be sent again
+                assert damaged.send(operations.dry_run(spec)).view.spec.rounds == 3
+        assert proxy.seen[trouble] > 5
+
+
+@pytest.mark.parametrize("trouble", DAMAGES[1:])
+def test_what_was_done_with_a_damaged_answer_is_not_done_again(
+    server: InThread, api: Coordinator, trouble: Trouble
+) -> None:
+    with Proxy(server.url, lambda asked: trouble) as proxy, Coordinator(proxy.url, token_of(server)) as damaged:
+        with pytest.raises(CommandError, match=r"look before you repeat it; something on the way") as error:
+            damaged.send(operations.mint_token("eyes", name=f"{trouble}-1"))
+        assert error.value.exit == Exit.UNREACHABLE
+        made = [token.name for page in api.run(operations.list_tokens("eyes")) for token in page.view.tokens]
+        assert made.count(f"{trouble}-1") == 1
+
+
+@pytest.mark.parametrize("trouble", DAMAGES)
+def test_damage_that_lasts_is_said(server: InThread, trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdk_client, "TAKEOVER_SECONDS", 0.5)
+    request = operations.dry_run({}) if trouble == "flipped-request" else operations.get_federation("eyes")
+
+    async def asynchronous(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
+            await AsyncCoordinator(http, token_of(server)).send(request)
+
+    with Proxy(server.url, lambda asked: trouble) as proxy, Coordinator(proxy.url, token_of(server)) as damaged:
+        for use in (lambda: damaged.send(request), lambda: asyncio.run(asynchronous(proxy.url))):
+            before = proxy.seen[trouble]
+            with pytest.raises(CommandError, match=r"something on the way, such as a proxy .* changes what") as error:
+                use()
+            assert error.value.exit == Exit.UNREACHABLE
+            assert proxy.seen[trouble] - before > 1
+
+
+def test_the_asynchronous_client_asks_again_too(server: InThread) -> None:
+    async def asynchronous(url: str) -> FederationView:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
+            return (await AsyncCoordinator(http, token_of(server)).send(operations.get_federation("eyes"))).view
+
+    for trouble in DAMAGES:
+        with Proxy(server.url, now_and_then(trouble)) as proxy:
+            assert asyncio.run(asynchronous(proxy.url)).name == "eyes"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_proxy_s_page_passes_once_the_coordinator_has_answered(server: InThread, first: bool) -> None:
+    """At first contact it may as well be the wrong address: that is said at once."""
+    pages = (0,) if first else (1, 2)
+    with (
+        Proxy(server.url, lambda asked: "too-large" if asked.number in pages else "none") as proxy,
+        Coordinator(proxy.url, token_of(server)) as between,
+    ):
+        if first:
+            with pytest.raises(CommandError, match="is that a coordinator's address"):
+                between.send(operations.get_federation("eyes"))
+        for _ in range(2):
+            assert between.send(operations.get_federation("eyes")).view.name == "eyes"
 
 
 def test_both_transports_refuse_alike(server: InThread, api: Coordinator, tmp_path: Path) -> None:
