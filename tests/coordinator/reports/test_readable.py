@@ -169,10 +169,13 @@ def test_a_store_of_before_is_read_with_what_clients_had_made_up(tmp_path: Path)
     folder = tmp_path / "coordinator"
     with in_process(folder) as coordinator:
         plain, _ = completed(coordinator, "a", "b", rounds=1, name="plain")
-        own, (c, d), tasks = open_first_phase(coordinator, "c", "d", rounds=2, name="own", privacy=SAMPLE)
+        own, (c, d), tasks = open_first_phase(
+            coordinator, "c", "d", rounds=2, name="own", privacy=SAMPLE, training={"epochs": 1}
+        )
         for client, task in zip((c, d), tasks, strict=True):
             update = update_body(trained(client.payload(task), client.name, task), task, metrics={}, privacy=SPENT)
-            assert client.send(task, update).status_code == 201
+            sent = client.send(task, update)
+            assert sent.status_code == 201, sent.text
         coordinator.until(own, round=1, phase="evaluation")
     as_before(folder, {"a": FORGED, "b": {"loss": 0.25}, "c": private(4.5), "d": private(1e308)})
     with in_process(folder) as coordinator:
