@@ -439,7 +439,7 @@ def _read_ahead(
     Threads read them. If only the towers' device is busy, other processes read images from their files, where the
     threads of one would wait for each other.
     """
-    path, cut = getattr(split, "path", None), backbone.cut
+    path, scale, cut = getattr(split, "path", None), getattr(split, "scale", None), backbone.cut
     shape = (batch_size(backbone.device), 3, *backbone.image_size)
 
     def read(batch: Tensor, images: Sequence[tuple[int, int]]) -> None:
@@ -451,7 +451,8 @@ def _read_ahead(
         """Have another process read them into ``batch``."""
         assert cut is not None
         digests = [split.digest(index) for _, index in images]
-        settings = {"cut": asdict(cut), "paths": [str(file) for file in files], "digests": digests}
+        greys = [scale(index) if scale is not None else None for _, index in images]
+        settings = {"cut": asdict(cut), "paths": list(map(str, files)), "digests": digests, "greys": greys}
         slots = [slot for slot, _ in images]
         place = batch[slots[0] : slots[0] + len(slots)] if slots[-1] - slots[0] < len(slots) else None
         pixels = batch.new_empty(len(slots), *shape[1:]) if place is None else place

@@ -9,6 +9,7 @@ import csv
 import logging
 import os
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +23,9 @@ from PIL import Image, ImageDraw, ImageOps
 from promptfed.shared.data.errors import shortened
 from promptfed.shared.data.image_files import READERS, image_digest, read_image
 from promptfed.shared.data.options import UNKNOWN, Options, divided, kept_names, only, with_classes
-from promptfed.shared.data.partition import class_counts, strata
-from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, in_words
+from promptfed.shared.data.partition import strata
+from promptfed.shared.data.pixels import GREY, Grey, Scale
+from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, in_words, one_scale
 from promptfed.shared.files import open_file
 from promptfed.shared.plain_text import likeness, merged, quoted, seen
 from promptfed.shared.service import reasons
@@ -230,6 +232,7 @@ class _Item:
     group: str | None = None
     subgroups: tuple[tuple[str, str], ...] = ()  # column and value
     digest: str = ""  # of its image, once that was read
+    grey: Scale | None = None  # by which it was read, if it has more than 8 bits
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,7 @@ class _Listing:
 
 def open_folder(body: str, options: Options) -> Source:
     """Open class folders, plain or inside ``train`` and ``test``; ``domain=`` names a folder of class folders."""
-    options.check_names(("domain", "group", SKIP))
+    options.check_names(("domain", "group", "grey", SKIP))
     root = _existing(body, options)
     domain = options.text("domain")
     if domain is not None:
@@ -342,7 +345,7 @@ def open_csv(body: str, options: Options) -> Source:
 
     Optional columns: split (train or test), domain, the group, and with ``groups=NAME,NAME`` those of subgroups.
     """
-    options.check_names(("domain", "group", "groups", "labels", "columns", SKIP))
+    options.check_names(("domain", "group", "groups", "labels", "columns", "grey", SKIP))
     table = _existing(body, options, folder=False)
     domain, group = options.text("domain"), options.text("group")
     subgroups = subgroup_columns(options)
@@ -358,10 +361,8 @@ def open_csv(body: str, options: Options) -> Source:
     wrong += _listed_twice(table, rows)
     if wrong:
         items = [_csv_item(table, row, group, subgroups) for _, row in rows if row["path"]]
-        unread = (
-            [] if options.names_only else _unreadable(item for item in items if several is None or item.path.exists())
-        )
-        _refuse([*wrong, *unread])
+        read = [] if options.names_only else _read(item for item in items if several is None or item.path.exists())
+        _refuse([*wrong, *(str(item) for item in read if isinstance(item, DataError))])
     items = [_csv_item(table, row, group, subgroups) for _, row in rows]
     _check_splits(table, items, domain, options)
     words = _domain(domain, table.parent / WORDS_FILE, (row.get("domain", "") for _, row in lines))
@@ -457,14 +458,17 @@ def _divided(listing: _Listing, names: tuple[str, ...], labels: torch.Tensor, op
     """The items with ``labels`` of the classes ``names`` in train and test. Raises DataError as `divided`."""
     items = listing.items
     groups = [item.group for item in items if item.group is not None] or None
-    read = all(item.digest for item in items)
+    read = all(item.digest for item in items) and not options.names_only
+    given = options.grey if "grey" in options.values else None
+    grey = one_scale((item.grey for item in items), options.uri, given if read else None)
     whole = Split(
         labels,
-        lambda row: read_image(items[row].path),
+        lambda row: read_image(items[row].path, grey),
         groups,
         digest=(lambda row: items[row].digest) if read else None,
         path=lambda row: items[row].path,
     )
+    whole.grey = grey
     columns = [name for name, _ in items[0].subgroups] if items else []
     whole.subgroups = {name: tuple(dict(item.subgroups)[name] for item in items) for name in columns}
     return divided(whole, [item.split for item in items], names, listing.domain, TEMPLATE, options)
@@ -524,29 +528,24 @@ def _readable(items: list[_Item], options: Options) -> tuple[list[_Item], tuple[
     """The items to be used, and a sentence for each unreadable one: those to refuse, and those that are left out."""
     if options.names_only:
         return items, (), ()
-    read = _digests(items)
-    wrong = tuple(str(digest) for digest in read if isinstance(digest, DataError))
-    pairs = zip(items, read, strict=True)
-    kept = [replace(item, digest=digest) for item, digest in pairs if not isinstance(digest, DataError)]
+    read = _read(items, options.grey)
+    wrong = tuple(str(item) for item in read if isinstance(item, DataError))
+    kept = [item for item in read if not isinstance(item, DataError)]
     return (kept, (), wrong) if skips(options) else (items if wrong else kept, wrong, ())
 
 
-def _unreadable(items: Iterable[_Item]) -> list[str]:
-    """One sentence for each unreadable file."""
-    return [str(digest) for digest in _digests(items) if isinstance(digest, DataError)]
+def _read(items: Iterable[_Item], grey: Grey | None = None) -> list[_Item | DataError]:
+    """Each item with the digest and the scale of its image, or why it cannot be read."""
 
-
-def _digests(items: Iterable[_Item]) -> list[str | DataError]:
-    """The digest of each item's image, or why it cannot be read."""
-
-    def digest(item: _Item) -> str | DataError:
+    def read(item: _Item) -> _Item | DataError:
         try:
-            return image_digest(read_image(item.path))
+            image = read_image(item.path, grey)
+            return replace(item, digest=image_digest(image), grey=image.info.get(GREY))
         except DataError as error:
             return error
 
     with ThreadPoolExecutor(READERS, "images") as threads:
-        return list(threads.map(digest, items))
+        return list(threads.map(read, items))
 
 
 def _domain(name: str | None, words_file: Path, beside: Iterable[str]) -> ImageDomain | None:
@@ -593,26 +592,34 @@ def _subfolders(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-_SIDE, _TEXT, _COLUMNS, _LETTERS = 64, 14, 12, 11
+_SIDE, _COLUMNS, _LETTERS, _LINES, _LINE = 64, 12, 12, 5, 12
 
 
-def contact_sheet(split: Split, class_names: Sequence[str], count: int) -> Image.Image:
-    """``count`` images, one class after the other, each above its class name and the class's number of images."""
-    of_class = class_counts(split.labels, len(class_names))
+def contact_sheet(
+    split: Split, class_names: Sequence[str], count: int, notes: Sequence[str] = (), copies: Sequence[int] = ()
+) -> Image.Image:
+    """``count`` images above their class names, with a note each where ``notes`` are given.
+
+    The rows ``copies`` come first, in a red frame, on at most half of the sheet; then all in turn by note and class.
+    """
     classes = strata(split.labels)  # of several classes of an image, the rarest
-    rows = spread(classes, count)
-    columns = min(_COLUMNS, len(rows))
-    lines = -(-len(rows) // columns)
-    sheet = Image.new("RGB", (columns * (_SIDE + 8) + 8, lines * (_SIDE + _TEXT + 8) + 8), "white")
+    kinds = sorted(set(notes)) or [""]
+    kind = torch.tensor([kinds.index(note) for note in notes or [""] * len(split)])
+    rows = list(dict.fromkeys([*copies[: count // 2], *spread(kind * len(class_names) + classes, count)]))[:count]
+    captions = []
+    for row in rows:
+        label, told = int(classes[row]), [*notes[row : row + 1], *(["a copy"] if row in copies else [])]
+        words = class_names[label] if 0 <= label < len(class_names) else "none"
+        captions.append([*textwrap.wrap(words, _LETTERS, max_lines=_LINES, placeholder="..."), *told])
+    columns, height = min(_COLUMNS, len(rows)), _SIDE + 8 + _LINE * max(map(len, captions))
+    sheet = Image.new("RGB", (columns * (_SIDE + 8) + 8, -(-len(rows) // columns) * height + 8), "white")
     pen = ImageDraw.Draw(sheet)
-    for at, row in enumerate(rows):
-        left, top = 8 + at % columns * (_SIDE + 8), 8 + at // columns * (_SIDE + _TEXT + 8)
+    for at, (row, caption) in enumerate(zip(rows, captions, strict=True)):
+        left, top = 8 + at % columns * (_SIDE + 8), 8 + at // columns * height
         sheet.paste(ImageOps.pad(split.image(row), (_SIDE, _SIDE), color="white"), (left, top))
-        label = int(classes[row])
-        if not 0 <= label < len(class_names):
-            continue
-        number = f" {of_class[label]}"
-        pen.text((left, top + _SIDE + 1), class_names[label][: _LETTERS - len(number)] + number, fill="black")
+        if row in copies:
+            pen.rectangle((left - 2, top - 2, left + _SIDE + 1, top + _SIDE + 1), outline="red", width=2)
+        pen.multiline_text((left, top + _SIDE + 1), "\n".join(caption), fill="black", spacing=1)
     return sheet
 
 

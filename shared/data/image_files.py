@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 
 from promptfed.shared import machine
 from promptfed.shared.data.errors import DataError
-from promptfed.shared.data.pixels import UNREADABLE, in_rgb
+from promptfed.shared.data.pixels import UNREADABLE, Grey, in_rgb
 from promptfed.shared.files import NotAFile, open_file
 from promptfed.shared.service.reasons import why
 
@@ -43,7 +43,7 @@ _CONVERSIONS = {
 _RAW = frozenset({".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".rw2", ".raf"})
 
 
-def read_image(path: Path) -> Image.Image:
+def read_image(path: Path, grey: Grey | None = None) -> Image.Image:
     """The image as `in_rgb` shows it; an image of more than `LARGE` pixels is scaled down while it is read.
 
     Raises:
@@ -53,7 +53,7 @@ def read_image(path: Path) -> Image.Image:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="PIL")  # of large images, and of damaged notes
             with open_file(path) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
-                return in_rgb(image) if image.width * image.height <= LARGE else shrunk(image)
+                return in_rgb(image, grey=grey) if image.width * image.height <= LARGE else shrunk(image, grey)
     except NotAFile as error:
         raise DataError(f"{path} cannot be read as an image: {error}; remove it.") from error
     except UnidentifiedImageError as error:
@@ -69,15 +69,15 @@ def read_image(path: Path) -> Image.Image:
         raise DataError(f"{path} cannot be read as an image; repair or remove it ({why(error)}).") from error
 
 
-def shrunk(image: Image.Image) -> Image.Image:
+def shrunk(image: Image.Image, grey: Grey | None = None) -> Image.Image:
     """The image as `in_rgb` shows it, of about `SHRUNK` pixels."""
     factor = min(math.ceil(math.sqrt(image.width * image.height / SHRUNK)), min(image.size) // LEAST_SIDE)
     if factor < 2:
-        return in_rgb(image)
+        return in_rgb(image, grey=grey)
     if image.format == "JPEG":  # the JPEG decoder can decode directly to a half, a quarter or an eighth of the size
         image.draft("RGB", (image.width // factor, image.height // factor))
         return in_rgb(image)
-    return in_rgb(image, factor)
+    return in_rgb(image, factor, grey)
 
 
 def image_digest(image: Image.Image) -> str:

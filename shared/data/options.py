@@ -11,6 +11,7 @@ import torch
 
 from promptfed.shared.data import partition
 from promptfed.shared.data.partition import train_test, whole_groups
+from promptfed.shared.data.pixels import Grey, Scale
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, joined
 from promptfed.shared.plain_text import likeness, listed
 
@@ -49,6 +50,7 @@ class Options:
     uri: str
     values: dict[str, str] = field(default_factory=dict)
     role: Role = "trainer"
+    known_grey: Scale | None = None  # of a result that the data are for, where the URI says nothing
     names_only: bool = False  # only the class names are needed: no image is read, and classes are not checked
 
     @staticmethod
@@ -117,6 +119,22 @@ class Options:
         if not abs(value) < float("inf"):
             raise DataError(f"{self.uri}: {name}={text} is not a number.")
         return value
+
+    @property
+    def grey(self) -> Grey | None:
+        """``grey=12`` or ``grey=-1000,3000``, or what is known without it: how grey pictures of more bits are read."""
+        text = self.values.get("grey")
+        if text is None:
+            return self.known_grey
+        try:
+            ends = tuple(map(float, text.split(",")))
+        except ValueError:
+            ends = ()
+        increasing = len(ends) in (1, 2) and (0.0, *ends)[-2] < ends[-1] < float("inf") and ends[0] > float("-inf")
+        if not increasing:
+            advice = "give bits (12), the largest fraction (1.5), or both ends (-1000,3000)"
+            raise DataError(f"{self.uri}: grey={text} cannot be read; {advice}.")
+        return ends
 
     def without(self, names: Iterable[str]) -> Options:
         """The other options."""

@@ -31,28 +31,38 @@ _SAME = 2  # levels by which a profile's colours may differ from sRGB's and be t
 _CUBE = np.stack(np.meshgrid(*[np.arange(0, 256, 51, dtype=np.uint8)] * 3), -1).reshape(6, 36, 3)
 
 Convert = Callable[[Image.Image], Image.Image]
+Scale = tuple[float, float]
+"""Which number of a grey picture of more than 8 bits is black, and which is white."""
+Grey = tuple[float, ...]
+"""A `Scale`, or what one number says: the bits of whole numbers, the largest one of fractions."""
+GREY = "grey"  # under which an image's ``info`` has the scale that it was read by
 
 
 class Unfaithful(ValueError):
     """An image cannot be shown faithfully in 8 bits; the text says why, and what to do."""
 
 
-def in_rgb(image: Image.Image, factor: int = 1) -> Image.Image:
+def in_rgb(image: Image.Image, factor: int = 1, grey: Grey | None = None) -> Image.Image:
     """The first frame of an opened image, upright, as sRGB of 8 bits; its sides are divided by ``factor``.
 
+    ``grey``: the scale of grey pictures of more than 8 bits, by default by `bounds` of this one.
+
     Raises:
-        Unfaithful: its values have no faithful place in 8 bits.
+        Unfaithful: its values have no faithful place in 8 bits, or none in ``grey``.
         OSError, SyntaxError, TypeError, ValueError: the file is damaged.
     """
     depth = _bits_of_colours(image)
     image.load()
-    convert = _conversion(image, depth)
+    numbers = _numbers(image)
+    scale = None if numbers is None else _scale(image, numbers, grey)
+    convert = _conversion(image, depth) if numbers is None or scale is None else _of_numbers(image, numbers, scale)
     shown = convert(image) if factor == 1 else _reduced(image, convert, factor)
     if convert is not _plain and _is_blank(shown) and (depth == 16 or not _is_blank(image)):
         raise Unfaithful("all its values would become equal; scale them, as in: magick IN -auto-level -depth 8 OUT")
     turn = _turn(image)
     upright = shown if turn is None else shown.transpose(turn)
-    upright.info = {}  # a profile, a transparent colour or a note on the way up must not count again
+    # A profile, a transparent colour or a note on the way up must not count again.
+    upright.info = {} if scale is None else {GREY: scale}
     return upright
 
 
@@ -103,10 +113,7 @@ def levels_between(values: np.ndarray, black: float, white: float) -> np.ndarray
 
 
 def _conversion(image: Image.Image, depth: int) -> Convert:
-    """What makes RGB of a loaded image and of its strips."""
-    numbers = _numbers(image)
-    if numbers is not None:
-        return _of_numbers(image, numbers)
+    """What makes RGB of a loaded image of levels or colours, and of its strips."""
     if depth == 16:
         _check_deep_colours(image)
     profile = image.info.get("icc_profile") if image.mode in _COLOURED else None
@@ -142,12 +149,32 @@ def _numbers(image: Image.Image) -> Callable[[Image.Image], np.ndarray] | None:
     return np.asarray if image.mode == "F" or image.mode[0] == "I" else None
 
 
-def _of_numbers(image: Image.Image, numbers: Callable[[Image.Image], np.ndarray]) -> Convert:
+def scale_text(scale: Scale) -> str:
+    """A scale in words, as in ``12 bits`` or ``-1000 to 3000``."""
+    black, white = scale
+    bits = int(white).bit_length() if white > 1 else 0
+    return f"{bits} bits" if black == 0 and bits and white == (1 << bits) - 1 else f"{black:g} to {white:g}"
+
+
+def _scale(image: Image.Image, numbers: Callable[[Image.Image], np.ndarray], grey: Grey | None) -> Scale:
+    """The scale of an image's numbers: ``grey``, which must hold them, or by `bounds`."""
     tops = range(0, image.height, STRIP)
     strips = (image.crop((0, top, image.width, min(top + STRIP, image.height))) for top in tops)
     ends = [(own[np.isfinite(own)], own.dtype) for own in map(numbers, strips)]
     known = np.array([end for own, _ in ends if own.size for end in (own.min(), own.max())], ends[0][1])
-    black, white = bounds(known)
+    if grey is None or not known.size:
+        return bounds(known)
+    scale = (grey[0], grey[1]) if len(grey) == 2 else (0, grey[0])
+    if len(grey) == 1 and known.dtype.kind in "ui":
+        scale = 0, (1 << min(int(grey[0]), 16)) - 1
+    least, most = known.min().item(), known.max().item()
+    if least < scale[0] or most > scale[1]:
+        raise Unfaithful(f"its numbers are {least:g} to {most:g}, where grey pictures are read as {scale_text(scale)}")
+    return scale
+
+
+def _of_numbers(image: Image.Image, numbers: Callable[[Image.Image], np.ndarray], scale: Scale) -> Convert:
+    black, white = scale
     key = image.info.get("transparency")
     inverted = getattr(image, "tag_v2", {}).get(262) == 0  # TIFF's WhiteIsZero, which PIL minds in 8 bits alone
 

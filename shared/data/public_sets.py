@@ -13,8 +13,8 @@ from PIL import Image
 from promptfed.shared.data.folder import words_of
 from promptfed.shared.data.options import Options, with_classes
 from promptfed.shared.data.partition import train_test
-from promptfed.shared.data.pixels import UNREADABLE, in_rgb
-from promptfed.shared.data.source import DataError, Source, Split, refuse_special_files
+from promptfed.shared.data.pixels import UNREADABLE, Grey, in_rgb
+from promptfed.shared.data.source import DataError, Source, Split, one_scale, refuse_special_files
 from promptfed.shared.plain_text import merged
 from promptfed.shared.service.reasons import why
 
@@ -43,7 +43,7 @@ NUMBERED = {"SVHN": 10, "GTSRB": 43}  # data sets without class names; numbers a
 
 def open_torchvision(body: str, options: Options) -> Source:
     """Open the data set ``body`` under ``root=`` with its own train and test splits, or else a seeded 80/20 split."""
-    options.check_names(("root",))
+    options.check_names(("root", "grey"))
     kind = _kind(body, options)
     root = options.text("root")
     if not root:
@@ -55,16 +55,16 @@ def open_torchvision(body: str, options: Options) -> Source:
         ways = ({"split": first}, {"split": second}) if "split" in parameters else ({"train": True}, {"train": False})
         train, test = (_load_torchvision(kind, root, way, options) for way in ways)
         names = _class_names(body, train)
-        splits = tuple(_torchvision_split(body, dataset) for dataset in (train, test))
+        splits = tuple(_torchvision_split(body, dataset, options.grey) for dataset in (train, test))
     else:
         whole = _load_torchvision(kind, root, {}, options)
         names = _class_names(body, whole)
-        split = _torchvision_split(body, whole)
+        split = _torchvision_split(body, whole, options.grey)
         splits = tuple(split.select(rows) for rows in train_test(split.labels, options.split_seed))
     for split in splits:
         if int(split.labels.max()) >= len(names):
             raise DataError(f"{options.uri}: {body} has labels beyond its {len(names)} class names.")
-    source = Source(options.uri, names, None, TEMPLATES.get(body, TEMPLATE), splits[0], splits[1])
+    source = _scaled(Source(options.uri, names, None, TEMPLATES.get(body, TEMPLATE), splits[0], splits[1]), options)
     kept = [label for label, name in enumerate(names) if name not in LEFT_OUT.get(body, ())]
     return source if len(kept) == len(names) else with_classes(source, kept)
 
@@ -93,7 +93,7 @@ def _load_torchvision(kind: Any, root: str, way: dict[str, Any], options: Option
         raise DataError(f"{text}; put its files there as torchvision's download=True does.") from error
 
 
-def _torchvision_split(name: str, dataset: Any) -> Split:
+def _torchvision_split(name: str, dataset: Any, grey: Grey | None = None) -> Split:
     def title(row: int) -> str:
         return f"image {row} of torchvision's {name}"
 
@@ -102,7 +102,7 @@ def _torchvision_split(name: str, dataset: Any) -> Split:
             image = dataset[row][0]
             if not isinstance(image, Image.Image):
                 raise ValueError(f"it is {type(image).__name__}, no image")
-            return in_rgb(image)
+            return in_rgb(image, grey=grey)
         except (*UNREADABLE, Image.DecompressionBombError) as error:
             raise DataError(f"{title(row)} cannot be read ({why(error)}).") from error
 
@@ -165,7 +165,7 @@ def _distinct(names: list[str]) -> tuple[str, ...]:
     return tuple(made)
 
 
-OWN_OPTIONS = ("config", "image", "label", "train", "test")
+OWN_OPTIONS = ("config", "image", "label", "train", "test", "grey")
 TESTS = ("test", "validation")
 
 
@@ -194,10 +194,19 @@ def open_hugging_face(body: str, options: Options) -> Source:
     first = _dataset_split(train, image, label, names, options)
     if test_name is None:
         rows = train_test(first.labels, options.split_seed, names=names)
-        return Source(options.uri, names, None, TEMPLATE, first.select(rows[0]), first.select(rows[1]))
-    return Source(
-        options.uri, names, None, TEMPLATE, first, _dataset_split(splits[test_name], image, label, names, options)
-    )
+        parts = first.select(rows[0]), first.select(rows[1])
+    else:
+        parts = first, _dataset_split(splits[test_name], image, label, names, options)
+    return _scaled(Source(options.uri, names, None, TEMPLATE, *parts), options)
+
+
+def _scaled(source: Source, options: Options) -> Source:
+    """The source with one scale for its grey pictures of more than 8 bits: all are read if the first one is such."""
+    parts, given = (source.train, source.test), options.grey if "grey" in options.values else None
+    if not options.names_only and (given or parts[0].scales([0])[0]):
+        scales = [scale for part in parts for scale in part.scales(range(len(part)))]
+        source.train.grey = source.test.grey = one_scale(scales, options.uri, given)
+    return source
 
 
 def _load_dataset(body: str, options: Options) -> Any:
@@ -239,7 +248,7 @@ def _dataset_split(dataset: Any, image: str, label: str, names: tuple[str, ...],
 
     def read(row: int) -> Image.Image:
         try:
-            return in_rgb(dataset[row][image])
+            return in_rgb(dataset[row][image], grey=options.grey)
         except (*UNREADABLE, AttributeError) as error:
             raise DataError(f"row {row}: column {image} holds no readable image ({why(error)}).") from error
 

@@ -30,7 +30,7 @@ _ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", 
 class Request:
     """A file to be read: its ``facts``, whether it can be decoded (``check``), or its ``pixels``.
 
-    ``cut``: what a `Cut` makes of several images, which ``settings`` name with their digests.
+    ``cut``: what a `Cut` makes of several images, which ``settings`` name with their digests and scales.
     """
 
     do: str

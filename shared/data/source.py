@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ from PIL import Image
 
 from promptfed.shared.data.errors import DataError as DataError
 from promptfed.shared.data.image_files import image_digest as image_digest
+from promptfed.shared.data.pixels import GREY, Grey, Scale, scale_text
 from promptfed.shared.files import special_files
+from promptfed.shared.plain_text import counted
 
 _NAMED = 3  # special files that are listed; of further ones only the number
 
@@ -58,6 +61,8 @@ class Split:
     """
 
     subgroups: Mapping[str, tuple[str, ...]] = {}
+    grey: Scale | None = None
+    """How all grey pictures of more than 8 bits are read; None if there are none."""
 
     def __init__(
         self,
@@ -99,6 +104,10 @@ class Split:
         """Under an image's digest others keep what they compute of it: no other image may take its place."""
         image = self._read(row)
         own = image_digest(image)
+        scale = image.info.get(GREY)
+        if scale not in (None, self.grey):
+            text = f"is a grey picture that is read as {scale_text(scale)}, where others have 8 bits or another scale"
+            raise DataError(f"{self._name(row)} {text}; say it for all in the URI, as in grey=12.")
         if own != (self._first.setdefault(row, own) if self._given is None else self._given(row)):
             text = "is not what it was when the data were opened; start again once nothing changes it any more"
             raise DataError(f"{self._name(row)} {text}.")
@@ -107,6 +116,14 @@ class Split:
     def path(self, index: int) -> Path | None:
         """The file of one image, where `read_image` reads it as it is."""
         return self._path(int(self._rows[index]))
+
+    def scale(self, index: int) -> Scale | None:
+        """The scale by which `read_image` reads one image's file."""
+        return self.grey
+
+    def scales(self, indices: Iterable[int]) -> list[Scale | None]:
+        """By which the images at ``indices`` are read, before it is known whether they have one."""
+        return [self._read(int(self._rows[index])).info.get(GREY) for index in indices]
 
     def digest(self, index: int) -> str:
         """SHA-256 (hex) of one image, computed once for all selections of a split."""
@@ -155,6 +172,7 @@ def joined(*parts: Split) -> Split:
 
     labels = torch.cat([part.labels for part in parts])
     whole = Split(labels, image, groups, digest=digest, path=path)
+    whole.grey = parts[0].grey
     shared = set.intersection(*(set(part.subgroups) for part in parts))
     whole.subgroups = {
         name: tuple(value for part in parts for value in part.subgroups[name]) for name in sorted(shared)
@@ -182,3 +200,35 @@ class Source:
     train: Split
     test: Split
     left_out: tuple[str, ...] = ()
+
+    @property
+    def grey(self) -> Scale | None:
+        """How the grey pictures of more than 8 bits are read; None if there are none."""
+        return self.train.grey or self.test.grey
+
+
+def one_scale(scales: Iterable[Scale | None], uri: str, given: Grey | None) -> Scale | None:
+    """The scale of a source's grey pictures of more than 8 bits, of which ``scales`` has each one's (None: of others).
+
+    ``given``: what the URI says in ``grey=``.
+
+    Raises:
+        DataError: they have several, of which nobody has said which is right; or what is given does not fit.
+    """
+    counts = Counter(scale for scale in scales if scale is not None)
+    if given and not counts:
+        raise DataError(f"{uri}: grey= is for grey pictures of more than 8 bits, and there is none; leave it out.")
+    if given and given not in [scale[-len(given) :] for scale in counts] and given[0] not in range(1, 17):
+        text = f"grey={given[0]:g} is no number of bits of whole numbers, which is 1 to 16"
+        raise DataError(f"{uri}: {text}; give both ends, as in grey=0,100000.")
+    if len(counts) < 2:
+        return next(iter(counts), None)
+    most, (first, *rest) = 5, sorted(counts.items())
+    told = [f"{counted(first[1], 'file')} as {scale_text(first[0])}"]
+    told += [f"{count} as {scale_text(scale)}" for scale, count in rest[: most - 1]]
+    more = f", and {counted(len(counts) - most, 'further scale')}" if len(counts) > most else ""
+    text = "say it for all in the URI: grey=12 for whole numbers of 12 bits, grey=1 for fractions of at most 1"
+    raise DataError(
+        f"{uri}: its grey pictures of more than 8 bits have no common scale by their largest numbers: "
+        f"{', '.join(told)}{more}; {text}, grey=-1000,3000 for both ends."
+    )

@@ -22,6 +22,7 @@ from PIL import Image
 from promptfed.shared import machine
 from promptfed.shared.data.errors import Unreadable
 from promptfed.shared.data.image_files import LARGE, Cut, image_digest, read_image, shrunk
+from promptfed.shared.data.pixels import Scale
 
 MEMORY = 3 << 30  # bytes of address space
 IDLE_SECONDS = 30.0  # without a request, after which the process ends; the parent starts another when it needs one
@@ -32,8 +33,8 @@ def answer(request: dict[str, Any]) -> tuple[dict[str, Any], Sequence[bytes | me
     try:
         path, settings = Path(request["path"]), request["settings"]
         if request["do"] == "cut":
-            cut, files = Cut(**settings["cut"]), zip(settings["paths"], settings["digests"], strict=True)
-            images = [cut.pixels(_known(Path(file), digest)).data.cast("B") for file, digest in files]
+            cut, known = Cut(**settings["cut"]), (settings[name] for name in ("paths", "digests", "greys"))
+            images = [cut.pixels(_known(*file)).data.cast("B") for file in zip(*known, strict=True)]
             return {"bytes": sum(map(len, images))}, images
         from promptfed.shared.data.medical import dicom
 
@@ -63,9 +64,9 @@ def answer(request: dict[str, Any]) -> tuple[dict[str, Any], Sequence[bytes | me
         return {"error": "its content cannot be read; the file is damaged"}, ()
 
 
-def _known(path: Path, digest: str) -> Image.Image:
+def _known(path: str, digest: str, grey: Scale | None) -> Image.Image:
     """The image of ``digest``. Raises Unreadable if the file has another one: this process cannot tell its name."""
-    image = read_image(path)
+    image = read_image(Path(path), grey)
     if image_digest(image) != digest:
         raise Unreadable("a file is not what it was when the data were opened")
     return image

@@ -20,7 +20,7 @@ from promptfed.shared.service.reasons import why
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from promptfed.shared.data import Source
+    from promptfed.shared.data import Source, Split
 
 group = app.group(
     "data",
@@ -29,6 +29,9 @@ group = app.group(
     invoke_without_command=True,
     no_args_is_help=False,
 )
+
+MOST_COPIES = 20  # pictures that are printed
+OF_FILES = ("folder", "csv", "dicom")  # schemes whose images are hashed when they are opened
 
 SOURCES = {
     "symbols": ("symbols:sketch?topic=weather", "102 drawn symbols in ten styles", "embedded"),
@@ -65,23 +68,31 @@ def show(
     uri: Annotated[str, typer.Argument(help="data URI, as in emoji:flat")],
     out: Annotated[Path, typer.Option(help="the picture's file, .png")] = Path("sheet.png"),
     count: Annotated[int, typer.Option(min=1, help="images that are shown, spread over the classes")] = 48,
-    part: Annotated[str, typer.Option(help="train or test")] = "test",
+    part: Annotated[str, typer.Option(help="train, test or all")] = "all",
     role: Annotated[Literal["trainer", "evaluator"], typer.Option(help="what the data are for")] = "trainer",
     as_json: Json = False,
 ) -> None:
-    """Draw a sheet of a source's images with their class names, and count the images of each class."""
+    """Draw a sheet of a source's images with their classes and parts, copies first, and count each class's images."""
     from promptfed.shared.data import open_source
     from promptfed.shared.data.folder import contact_sheet
+    from promptfed.shared.data.pixels import scale_text
+    from promptfed.shared.data.source import joined
 
-    if part not in ("train", "test"):
-        raise CommandError(f"there is no part {part!r}: use train or test", Exit.BAD_INPUT)
+    if part not in ("train", "test", "all"):
+        raise CommandError(f"there is no part {part!r}: use train, test or all", Exit.BAD_INPUT)
     expect_suffix(out, ".png", "a PNG picture")
     with _listing_problems(uri, as_json):
         source = open_source(uri, role)
-        split = source.train if part == "train" else source.test
+        parts = {
+            name: split for name, split in (("train", source.train), ("test", source.test)) if part in (name, "all")
+        }
+        split = joined(*parts.values())
         if not len(split):
             raise CommandError(f"{uri} has no image in {part}: give --part test", Exit.BAD_INPUT)
-        sheet = contact_sheet(split, source.class_names, count)
+        alike_rows = _copies(split) if uri.partition(":")[0] in OF_FILES else []
+        notes = [name for name, own in parts.items() for _ in range(len(own))]
+        sheet = contact_sheet(split, source.class_names, count, notes, [row for group in alike_rows for row in group])
+    places = [f"{note}: {split.path(row) or f'image {row}'}" for row, note in enumerate(notes)]
     _save(sheet, out)
     counts, alike = _counts(source), look_alikes(source.class_names)
     if as_json:
@@ -92,6 +103,8 @@ def show(
             "template": source.template,
             "left_out": list(source.left_out),
             "look_alikes": [list(group) for group in alike],
+            "grey": source.grey,
+            "duplicates": [[places[row] for row in group] for group in alike_rows],
         }
         print_json({**about, "classes": counts, "sheet": str(out)})
         return
@@ -103,6 +116,12 @@ def show(
     console.print(table(None, ["class", *columns], rows))
     for problem in source.left_out:
         say(f"Left out: {plain(problem)}")
+    if source.grey is not None:
+        say(f"Grey pictures of more than 8 bits are read as {scale_text(source.grey)}.")
+    for group in alike_rows[:MOST_COPIES]:
+        say(plain(f"The same picture: {', '.join(places[row] for row in group)}"))
+    if len(alike_rows) > MOST_COPIES:
+        say(f"And {counted(len(alike_rows) - MOST_COPIES, 'further picture')} with copies; --json lists all.")
     say(f"{out}: {counted(min(count, len(split)), 'image')} of {uri}")
 
 
@@ -130,6 +149,14 @@ def _counts(source: Source) -> dict[str, dict[str, int]]:
     if labels.ndim == 2:
         counts["unknown"] = (labels < 0).sum(0).tolist()
     return {name: {part: of[k] for part, of in counts.items()} for k, name in enumerate(names)}
+
+
+def _copies(split: Split) -> list[list[int]]:
+    """The rows of each picture that there is several times."""
+    rows: dict[str, list[int]] = {}
+    for row in range(len(split)):
+        rows.setdefault(split.digest(row), []).append(row)
+    return [group for group in rows.values() if len(group) > 1]
 
 
 def _save(sheet: Image, out: Path) -> None:

@@ -39,6 +39,7 @@ from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError, Source, Split
+from promptfed.shared.data.pixels import Scale
 from promptfed.shared.messages import EvaluationRequest, Task
 from promptfed.shared.methods import method_for
 from promptfed.shared.metrics import Outcomes
@@ -333,6 +334,10 @@ class Images:
     def path(self, index: int) -> Path | None:
         split, row = self._places[index][1]
         return split.path(row)
+
+    def scale(self, index: int) -> Scale | None:
+        split, row = self._places[index][1]
+        return split.scale(row)
 
 
 def images_of(clients: Iterable[SimulatedClient]) -> Images:

@@ -1,0 +1,86 @@
+"""`promptfed data show`: a sheet whose captions can be read, copies, and how grey pictures are read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+from typer.testing import CliRunner, Result
+
+from promptfed.cli.main import app
+
+NAMES = ("textile of green wool", "textile of red silk", "textile")
+
+
+def write(root: Path, most: int | None = None) -> str:
+    for label, name in enumerate(NAMES):
+        (root / name).mkdir(parents=True)
+        for k in range(5):
+            draws = np.random.default_rng([label, k])
+            pixels = draws.integers(0, 256, (20, 20, 3), np.uint8)
+            if most is not None:
+                pixels = draws.integers(0, most, (20, 20)).astype(np.uint16)
+                pixels[0, 0] = most
+            Image.fromarray(pixels).save(root / name / f"{k}.png")
+    return f"folder:{root}"
+
+
+def show(uri: str, out: Path, *more: str) -> Result:
+    return CliRunner().invoke(app, ["data", "show", uri, "--out", str(out / "s.png"), *more])
+
+
+@pytest.fixture
+def captions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    written: list[str] = []
+    draw = ImageDraw.ImageDraw.multiline_text
+
+    def noted(self: Any, place: Any, text: str, *given: Any, **options: Any) -> None:
+        written.append(text)
+        draw(self, place, text, *given, **options)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "multiline_text", noted)
+    return written
+
+
+def test_captions_have_whole_names_and_parts_and_no_number(tmp_path: Path, captions: list[str]) -> None:
+    uri = write(tmp_path / "d")
+    assert show(uri, tmp_path).exit_code == 0
+    assert {" ".join(caption.split("\n")) for caption in captions} == {
+        f"{n} {p}" for n in NAMES for p in ("train", "test")
+    }
+    assert len(captions) == 15
+    captions.clear()
+    assert show(uri, tmp_path, "--count", "6").exit_code == 0
+    assert len(set(captions)) == 6, "each class of each part, before a second image of any"
+    captions.clear()
+    assert show(uri, tmp_path, "--part", "test").exit_code == 0
+    assert [caption.split("\n")[-1] for caption in captions] == ["test"] * 3
+
+
+def test_exact_copies_are_named_and_shown_first(tmp_path: Path, captions: list[str]) -> None:
+    uri = write(tmp_path / "d")
+    assert "same picture" not in show(uri, tmp_path).output
+    first = tmp_path / "d" / NAMES[0] / "0.png"
+    copy = tmp_path / "d" / NAMES[2] / "copy.png"
+    Image.open(first).save(copy.with_suffix(".tif"))  # other bytes, equal pixels
+    shutil.copy(first, copy)
+    captions.clear()
+    told = show(uri, tmp_path).output.replace("\n", "")
+    assert "The same picture: " in told
+    assert all(str(path) in told for path in (first, copy, copy.with_suffix(".tif")))
+    assert [caption.endswith("\na copy") for caption in captions] == [True] * 3 + [False] * 14
+    (group,) = json.loads(show(uri, tmp_path, "--json").stdout)["duplicates"]
+    assert sorted(place.split(": ")[1] for place in group) == sorted(map(str, (first, copy, copy.with_suffix(".tif"))))
+    assert Image.open(tmp_path / "s.png").convert("RGB").getpixel((6, 6)) == (255, 0, 0)
+
+
+def test_how_grey_pictures_are_read_is_told(tmp_path: Path) -> None:
+    uri = write(tmp_path / "d", 4000)
+    assert "Grey pictures of more than 8 bits are read as 12 bits." in show(uri, tmp_path).output
+    assert json.loads(show(f"{uri}?grey=13", tmp_path, "--json").stdout)["grey"] == [0, 8191]
+    assert json.loads(show(write(tmp_path / "e"), tmp_path, "--json").stdout)["grey"] is None
