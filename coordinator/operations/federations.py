@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,11 +36,14 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.methods import check_fits, make_method, resolve_spec
 from promptfed.shared.methods.core.checks import allowed_rounds, check_hopeless, check_sizes
 from promptfed.shared.methods.core.interface import MethodError, needs_torch_always
+from promptfed.shared.plain_text import plain
 from promptfed.shared.privacy.noise import Noise
 from promptfed.shared.service.reasons import why
 from promptfed.shared.service.yaml_text import read_yaml
 from promptfed.shared.spec.spec import FederationSpec, SpecError
 from promptfed.shared.tensors import TensorError, check, decode, state_hash
+
+log = logging.getLogger("promptfed.coordinator")
 
 
 def resolve(raw: dict[str, Any]) -> FederationSpec:
@@ -273,6 +277,13 @@ def bootstrap(registry: Registry, settings: Settings) -> None:
     try:
         if federation is None:
             federation = create(registry, raw)
+        elif other := list(
+            _differing(raw, *(spec.model_dump(mode="json") for spec in (federation.spec, resolve(raw))))
+        ):
+            text = (
+                "%s is another spec than that of %s, which goes on as it was created (%s): give a new one another name"
+            )
+            log.warning(text, settings.bootstrap, federation.name, "; ".join(other[:5]))
         if path is not None and not _is_good(federation, path):
             uses = settings.enrolment_token_uses or federation.spec.participation.min_clients
             missing = uses - len(registry.get(federation.id).clients)
@@ -281,6 +292,16 @@ def bootstrap(registry: Registry, settings: Settings) -> None:
                 write_secret(path, minted.token)
     except Refusal as refusal:
         raise BootstrapFailed(f"{settings.bootstrap}: {refusal.detail}") from None
+
+
+def _differing(given: dict[str, Any], there: dict[str, Any], here: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Of what is ``given``, each value that is another ``here`` than ``there``."""
+    for key in given:
+        then, now = there.get(key), here.get(key)
+        if isinstance(given[key], dict) and isinstance(then, dict) and isinstance(now, dict):
+            yield from _differing(given[key], then, now, f"{path}{key}.")
+        elif then != now:
+            yield f"{path}{key} is {plain(str(then))[:80]}, not {plain(str(now))[:80]}"
 
 
 def read_run(text: str) -> dict[str, Any]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
+from promptfed.coordinator.operations import federations
+from promptfed.coordinator.settings import Settings
 from promptfed.shared.seeds import initial_draws, sampling_order
 from promptfed.shared.tensors.torch_tensors import decode, encode, state_hash
 from promptfed.testing.clients import DEADLINE, FINGERPRINT, SHAPE, bearer, content_digest, drive, spec, trained
@@ -319,3 +322,18 @@ def test_every_run_file_of_the_repository_is_read_as_the_commands_read_it(coordi
 )
 def test_a_text_that_is_no_run_file_is_refused(coordinator: InThread, text: str, told: str) -> None:
     assert told in coordinator.post("/v1/federations/run-file", {"text": text}, status=422)["detail"]
+
+
+def test_a_federation_that_is_gone_on_with_by_another_spec_says_so(
+    coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "spec.yaml"
+    asked = {"name": "boot", "method": {"name": "promptfl", "m": 4}, "rounds": 3, "training": {"epochs": 2}}
+    for more in ({}, {}, {"rounds": 3}):
+        file.write_text(json.dumps(asked | more))
+        federations.bootstrap(coordinator.registry, Settings(bootstrap=file))
+    assert not caplog.records
+    file.write_text(json.dumps(asked | {"rounds": 9, "training": {"epochs": 2, "batch_size": 7}}))
+    federations.bootstrap(coordinator.registry, Settings(bootstrap=file))
+    (record,) = caplog.records
+    assert "goes on as it was created (rounds is 3, not 9; training.batch_size is 32, not 7)" in record.getMessage()
