@@ -80,9 +80,8 @@ class Monitor:
     def tell(self, event: str, **facts: Any) -> None:
         """Something happened."""
         status = self.status
-        if event == "accepted":
+        if event == "trained":
             status.trained += 1
-        elif event == "trained":
             self._seconds.inc(facts.get("train_seconds", 0.0))
         elif event == "evaluated":
             status.evaluated += 1
@@ -139,6 +138,7 @@ def sentence(event: str, facts: Mapping[str, Any]) -> str | None:
     made = {
         "enrolled": _enrolled,
         "trained": _trained,
+        "sending": _sending,
         "accepted": _accepted,
         "evaluated": _evaluated,
         "again": _again,
@@ -159,6 +159,11 @@ def _trained(facts: Mapping[str, Any]) -> str:
     payload = f", from {facts['payload'][:19]}..." if "payload" in facts else ""
     took = f"{facts['train_seconds']:.1f} s" if "train_seconds" in facts else f"{facts.get('steps', 0):.0f} steps"
     return f"{_round(facts)} {facts['phase']}: {loss}{took}{payload}"
+
+
+def _sending(facts: Mapping[str, Any]) -> str:
+    """Told at once: the receipt may be held until there is another task."""
+    return f"round {facts['round']} {facts['phase']}: sending the update, {facts['bytes']:,} bytes"
 
 
 def _accepted(facts: Mapping[str, Any]) -> str:

@@ -224,6 +224,8 @@ class TaskLoop:
         await self._pay_masked(secure, answer)
         if task.kind in ("train", "mask"):  # the other answers tell nothing of the data, and are kept by ``secure``
             self._note_sending(task)
+        if task.kind == "mask":
+            self.monitor.tell("sending", round=task.round, phase=task.phase, bytes=len(answer.body))
         try:
             await self._send_answer(secure, answer)
         except Refused as refused:
@@ -292,15 +294,15 @@ class TaskLoop:
         self.work.expect_policy()
         self._note_sending(task)
         await turn.aclose()  # the receipt waits for the next task: others' turns do not
-        self.monitor.stage("waiting")
-        self._next = await self.coordinator.send_evaluation(task.task_id, result, POLL_SECONDS)
-        self._settled.add(task.task_id)
-        self.agreement.note_settled("evaluate", task.round, task.phase)
         learned, template = (
             splits[TEST].accuracy if TEST in splits else None for splits in (result.splits, result.zero_shot)
         )
         rounds = task.config.rounds
         self.monitor.tell("evaluated", round=task.round, rounds=rounds, accuracy=learned, zero_shot=template)
+        self.monitor.stage("waiting")
+        self._next = await self.coordinator.send_evaluation(task.task_id, result, POLL_SECONDS)
+        self._settled.add(task.task_id)
+        self.agreement.note_settled("evaluate", task.round, task.phase)
 
     async def _send_pending(self, turn: AsyncExitStack | None = None) -> None:
         """Send the stored update until it is settled: accepted commits its private state, a refusal discards it.
@@ -315,6 +317,7 @@ class TaskLoop:
         if not await self._may_leave(pending):
             return
         wait = POLL_SECONDS if turn is not None and pending.update.size <= INLINE_BYTES else 0
+        self.monitor.tell("sending", round=pending.round, phase=pending.phase, bytes=pending.update.size)
         if turn is not None and wait:
             await turn.aclose()
             self.monitor.stage("waiting")

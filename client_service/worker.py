@@ -43,8 +43,8 @@ class Worker:
         ephemeral: the worker is not restarted after a crash, and serves no predictions.
         synced: the files of an ephemeral worker are synced all the same, so that it can be started again.
         sent: the record of what leaves; by default one of its own, unless it is ephemeral.
-        hook: called with every event and its facts: enrolled, trained, accepted, evaluated, discarded, refused, failed,
-            cancelled, ended.
+        hook: called with every event and its facts: enrolled, trained, sending, accepted, evaluated, discarded,
+            refused, failed, cancelled, ended.
     """
 
     def __init__(

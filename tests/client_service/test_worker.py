@@ -75,7 +75,7 @@ def test_a_federation_from_enrolment_to_its_end(make: Make, backbone: Backbone, 
     assert asyncio.run(worker.run()) is Exit.OK
 
     assert events == [
-        "enrolled", "evaluated", "trained", "accepted", "trained", "accepted", "evaluated", "ended",
+        "enrolled", "evaluated", *["trained", "sending", "accepted"] * 2, "evaluated", "ended",
     ]  # fmt: skip
     assert not coordinator.global_state["context"].equal(start)
     assert coordinator.client is not None
@@ -86,6 +86,23 @@ def test_a_federation_from_enrolment_to_its_end(make: Make, backbone: Backbone, 
     assert coordinator.evaluations[0]["zero_shot"] == coordinator.evaluations[1]["zero_shot"]
     assert worker.monitor.status.stage == "ended"
     assert worker.monitor.status.accuracy == coordinator.evaluations[1]["splits"]["test"]["accuracy"]
+
+
+def test_what_is_sent_is_told_when_it_is_sent(make: Make) -> None:
+    """The receipt is held until there is another task, which may be long after."""
+    told: list[tuple[str, int, int]] = []
+
+    def look(request: Request) -> None:
+        if request.url.path.endswith(("/update", "/evaluation")):
+            status = worker.monitor.status
+            told.append((request.url.path.rpartition("/")[2], status.trained, status.evaluated))
+            assert events[-1] == {"update": "sending", "evaluation": "evaluated"}[told[-1][0]]
+            assert status.stage == "waiting"
+
+    events: list[str] = []
+    worker = make.worker(make.coordinator(rounds=1, alter=look), hook=lambda event, facts: events.append(event))
+    assert asyncio.run(worker.run()) is Exit.OK
+    assert told == [("evaluation", 0, 1), ("update", 1, 1), ("evaluation", 1, 2)]
 
 
 def test_the_update_names_its_task_its_payload_and_finite_metrics(make: Make) -> None:
