@@ -277,12 +277,8 @@ def bootstrap(registry: Registry, settings: Settings) -> None:
     try:
         if federation is None:
             federation = create(registry, raw)
-        elif other := list(
-            _differing(raw, *(spec.model_dump(mode="json") for spec in (federation.spec, resolve(raw))))
-        ):
-            text = (
-                "%s is another spec than that of %s, which goes on as it was created (%s): give a new one another name"
-            )
+        elif other := _differing(raw, _plain(federation.spec), _plain(resolve(raw))):
+            text = "%s is not the spec of %s, which goes on as it was created (%s): give a new one another name"
             log.warning(text, settings.bootstrap, federation.name, "; ".join(other[:5]))
         if path is not None and not _is_good(federation, path):
             uses = settings.enrolment_token_uses or federation.spec.participation.min_clients
@@ -294,14 +290,20 @@ def bootstrap(registry: Registry, settings: Settings) -> None:
         raise BootstrapFailed(f"{settings.bootstrap}: {refusal.detail}") from None
 
 
-def _differing(given: dict[str, Any], there: dict[str, Any], here: dict[str, Any], path: str = "") -> Iterator[str]:
+def _plain(spec: FederationSpec) -> dict[str, Any]:
+    return spec.model_dump(mode="json")
+
+
+def _differing(given: dict[str, Any], there: dict[str, Any], here: dict[str, Any], path: str = "") -> list[str]:
     """Of what is ``given``, each value that is another ``here`` than ``there``."""
+    told = []
     for key in given:
         then, now = there.get(key), here.get(key)
         if isinstance(given[key], dict) and isinstance(then, dict) and isinstance(now, dict):
-            yield from _differing(given[key], then, now, f"{path}{key}.")
+            told += _differing(given[key], then, now, f"{path}{key}.")
         elif then != now:
-            yield f"{path}{key} is {plain(str(then))[:80]}, not {plain(str(now))[:80]}"
+            told.append(f"{path}{key} is {plain(str(then))[:80]}, not {plain(str(now))[:80]}")
+    return told
 
 
 def read_run(text: str) -> dict[str, Any]:
