@@ -128,6 +128,7 @@ def create_app(settings: Settings) -> Application:
         docs_url=None,  # FastAPI's page would load scripts from elsewhere: `api/public.py` has our own
         redoc_url=None,
         separate_input_output_schemas=False,
+        generate_unique_id_function=lambda route: route.name,  # what generated clients call it
     )
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
     app.router.routes += ROUTES.values()

@@ -64,7 +64,13 @@ def plain(
     def routed(endpoint: Endpoint) -> Endpoint:
         depends = [Depends(parameters)]
         ROUTES[verb, path.rpartition("/")[2]] = APIRoute(
-            FEDERATION + path, endpoint, methods=[verb], tags=[tag], dependencies=depends, **described
+            FEDERATION + path,
+            endpoint,
+            methods=[verb],
+            tags=[tag],
+            dependencies=depends,
+            operation_id=endpoint.__name__,
+            **described,
         )
         return endpoint
 

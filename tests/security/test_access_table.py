@@ -79,6 +79,13 @@ def test_the_table_has_every_route_with_its_role() -> None:
     assert set(TABLE) == set(real), "the protocol has rows for calls that are no longer there"
 
 
+def test_each_operation_has_a_name_of_its_own() -> None:
+    names = [operation["operationId"] for operation in OPERATIONS.values()]
+    assert len(set(names)) == len(names)
+    assert {"list_federations", "get_task", "put_update"} <= set(names)
+    assert [name for name in names if "v1" in name] == []
+
+
 @dataclass
 class Door:
     """A coordinator with two federations; in ``mine``, clients ``a`` and ``b`` have each an open task."""
