@@ -193,11 +193,18 @@ def vector_of(body: bytes) -> Words:
     return words
 
 
-def answers(session: Session, id: str, round: int, step: int, client: str | None = None) -> dict[str, bytes]:
-    """The counted answers to a closed step by client, in order of name, or that of ``client``."""
+def answers(
+    session: Session, id: str, round: int, step: int, client: str | None = None, all_sent: bool = False
+) -> dict[str, bytes]:
+    """The counted answers to a closed step by client, in order of name, or that of ``client``.
+
+    ``all_sent``: those to a step that is open, too.
+    """
     query = queries.tasks_with_phases(id).with_only_columns(TaskRow.client, ExchangeRow.body)
     joined = query.join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
-    here = [PhaseRow.round == round, PhaseRow.step == step, TaskRow.counted, ExchangeRow.body.is_not(None)]
+    here: list[Any] = [PhaseRow.round == round, PhaseRow.step == step, ExchangeRow.body.is_not(None)]
+    if not all_sent:
+        here.append(TaskRow.counted)
     if client is not None:
         here.append(TaskRow.client == client)
     return {row.client: row.body for row in session.execute(joined.where(*here).order_by(TaskRow.client))}

@@ -120,6 +120,7 @@ class Registry:
         self.retired: dict[str, int] = {}
         self.configs: dict[str, tuple[object, object, str]] = {}
         self.attempts: dict[str, tuple[tuple[int, int], Attempt]] = {}  # the latest at a secure sum, by federation
+        self.keys: dict[str, tuple[tuple[int, int], dict[str, str]]] = {}  # of that attempt, with who has sent them
         self.epoch = ""  # another one each time the store is taken up: clients may have seen more than it holds
         self.ready = False
         self.leftovers = True
@@ -384,6 +385,7 @@ class Registry:
             gone = self.federations.get(id)
             self.configs.pop(id, None)
             self.attempts.pop(id, None)
+            self.keys.pop(id, None)
             self.federations = {key: federation for key, federation in self.federations.items() if key != id}
         self.wake([(id, EVENTS), *((id, name) for name in (gone.clients if gone else ()))])
 

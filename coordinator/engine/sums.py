@@ -20,6 +20,7 @@ from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, StateRow, 
 from promptfed.shared.methods.core.checks import change_limit, costs
 from promptfed.shared.methods.core.interface import ClientUpdate, Phase, ServerContext
 from promptfed.shared.secagg import SecureError
+from promptfed.shared.secagg.messages import KeysAnswer, expect_keys
 from promptfed.shared.secagg.primitives import Whole, as_tensors, mean_change
 from promptfed.shared.tensors import Arrays
 
@@ -74,6 +75,18 @@ def attempt_of(registry: Registry, federation: Federation, round: int, step: int
     if known is None or known[0] != key:
         known = key, Attempt(registry.database, federation, round, secure)
         registry.attempts[federation.id] = known
+    return known[1]
+
+
+def keys_of(registry: Registry, federation: Federation, round: int, step: int) -> dict[str, str]:
+    """Who has sent which key (hex) for the attempt that begins with ``step``; callers add theirs."""
+    known = registry.keys.get(federation.id)
+    if known is None or known[0] != (round, step):
+        with registry.database.read() as session:
+            sent = secure_sums.answers(session, federation.id, round, step, all_sent=True)
+        entries = {name: KeysAnswer.model_validate_json(body).entry for name, body in sent.items()}
+        keys = {key: name for name, entry in entries.items() for key in expect_keys(entry)}
+        known = registry.keys[federation.id] = (round, step), keys
     return known[1]
 
 

@@ -29,7 +29,7 @@ from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes
 from promptfed.shared.methods.core.interface import MethodError, ServerContext, check_admission
 from promptfed.shared.plain_text import likeness
-from promptfed.shared.secagg.primitives import is_signed
+from promptfed.shared.secagg.primitives import is_identity, is_signed
 from promptfed.shared.spec.spec import BackboneShape
 
 # Of all different class names of a federation in UTF-8; those of ImageNet-21k have 0.4 MB. They are kept in memory and
@@ -213,6 +213,8 @@ def _check_identity(federation: Federation, request: EnrolRequest) -> None:
         text = f"{federation.name} has secure sums, and this client sends no identity key"
         raise IdentityMissing(f"{text}: install a version of promptfed that has them")
     key, proof = bytes.fromhex(request.identity_key), bytes.fromhex(request.identity_proof)
+    if not is_identity(key):
+        raise BadProof("identity_key is a point of small order, with which anybody can sign: make another")
     if not is_signed(key, proof, "identity", request.proof_body()):
         raise BadProof("identity_proof is not the identity key's signature of this name and secret")
     others = (client for client in federation.clients.values() if client.name != request.name)

@@ -29,6 +29,7 @@ from promptfed.coordinator.aggregation import secure_sums
 from promptfed.coordinator.aggregation.rows import change_norm
 from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
+from promptfed.coordinator.engine import sums
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.sums import attempt_of
@@ -53,8 +54,18 @@ from promptfed.shared.privacy.accounting import (
     training_event,
 )
 from promptfed.shared.secagg import SecureError, opening
-from promptfed.shared.secagg.messages import ConfirmAnswer, KeysAnswer, SharesAnswer, UnmaskAnswer, is_entry_signed
+from promptfed.shared.secagg.messages import (
+    LEAST_EFFECTIVE,
+    ConfirmAnswer,
+    KeysAnswer,
+    SharesAnswer,
+    UnmaskAnswer,
+    expect_keys,
+    is_entry_signed,
+    too_heavy,
+)
 from promptfed.shared.secagg.primitives import looks_unmasked
+from promptfed.shared.spec.sections import Weighting
 from promptfed.shared.tensors import (
     DTYPES,
     Arrays,
@@ -526,7 +537,18 @@ class BadShares(problems.Refusal, status=422, title="A share is not the one that
     """A false share in step ``unmask``. Its client counts as failed; the other clients open the sum."""
 
 
-REFUSALS = {kind.kind: kind for kind in (BadExchange, BadSignature, WrongRoster, LooksUnmasked, BadShares)}
+class BadKeys(problems.Refusal, status=422, title="No member could use these keys"):
+    """Keys with which every other member would refuse the sum. Their client counts as failed; the others go on."""
+
+
+class TooHeavy(problems.Refusal, status=422, title="The client outweighs all others"):
+    """So many samples that no member would take part in a sum with it. It counts as failed; the others go on."""
+
+
+REFUSALS = {
+    kind.kind: kind for kind in (BadExchange, BadSignature, WrongRoster, LooksUnmasked, BadShares, BadKeys, TooHeavy)
+}
+FAILED = (BadShares.kind, BadKeys.kind, TooHeavy.kind)  # whoever answers so is not waited for
 
 
 def limit(federation: Federation) -> int:
@@ -571,7 +593,7 @@ def _admit_step(
     except ValidationError as error:
         raise BadExchange(f"step {task.kind}: {problems.first_error(error)}") from None
     except SecureError as error:
-        if error.kind == BadShares.kind:
+        if error.kind in FAILED:
             told = FailureRequest(type=error.kind, detail=f"refused in step {task.kind}: {error}")
             accept_failure(registry, federation, client, task_id, told)
         raise REFUSALS.get(error.kind, BadExchange)(f"step {task.kind}: {error}") from None
@@ -583,7 +605,7 @@ def _examine_step(
 ) -> dict[str, Any] | None:
     """Check an answer; returns the privacy cost that a masked vector reports, None for other steps."""
     if task.kind == "train":
-        _examine_keys(federation, client, task, KeysAnswer.model_validate_json(body))
+        _examine_keys(registry, federation, client, task, KeysAnswer.model_validate_json(body))
         return None
     attempt = attempt_of(registry, federation, task.round, task.step)
     roster, place = attempt.roster, attempt.place(client.name)
@@ -599,7 +621,9 @@ def _examine_step(
     return None
 
 
-def _examine_keys(federation: Federation, client: Client, task: AskedTask, answer: KeysAnswer) -> None:
+def _examine_keys(
+    registry: Registry, federation: Federation, client: Client, task: AskedTask, answer: KeysAnswer
+) -> None:
     plan = federation.rules.plan(task.round, task.step)
     assert plan is not None, "only the steps of a phase are secure"
     assert plan.secure is not None, "only the steps of a phase are secure"
@@ -619,6 +643,30 @@ def _examine_keys(federation: Federation, client: Client, task: AskedTask, answe
         raise BadExchange(f"the entry has another {', '.join(other)} than the task: take the task's own")
     if not is_entry_signed(answer):
         raise BadSignature("the entry is not signed with the identity key that this client enrolled")
+    try:
+        keys = expect_keys(answer.entry)
+    except SecureError as error:
+        raise SecureError(BadKeys.kind, str(error)) from None
+    known = sums.keys_of(registry, federation, task.round, task.step)
+    if any(known.setdefault(key, client.name) != client.name for key in keys):
+        raise SecureError(BadKeys.kind, "another member has one of these keys: make new ones")
+    _expect_light(federation, client)
+
+
+def _expect_light(federation: Federation, client: Client) -> None:
+    """Refuse a client with whom all others would refuse the sum of those who are asked.
+
+    Raises:
+        SecureError: too-heavy.
+    """
+    stage = federation.run.stage
+    asked = stage.having("open", "answered") if stage is not None else []
+    samples = {name: federation.clients[name].num_samples for name in asked}
+    rule = Weighting.of(federation.spec.aggregation)
+    if client.name in samples and client.name in too_heavy(samples, rule):
+        text = f"with its {client.num_samples} samples a sum of {len(samples)} clients would count as of fewer than"
+        text += f" {LEAST_EFFECTIVE:g} of equal weight: take aggregation.weighting uniform, or a max_weight_share"
+        raise SecureError(TooHeavy.kind, text)
 
 
 def _examine_vector(federation: Federation, task: AskedTask, body: bytes, roster: str) -> SpendReport | None:

@@ -12,6 +12,8 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from promptfed.shared.secagg import SecureError, primitives
 from promptfed.shared.secagg.messages import (
     LEAST_CLIENTS,
+    LEAST_EFFECTIVE,
+    MOST_OWN_SHARE,
     ConfirmAnswer,
     ConfirmJob,
     Entry,
@@ -22,6 +24,7 @@ from promptfed.shared.secagg.messages import (
     UnmaskAnswer,
     UnmaskJob,
     alive_digest,
+    effective_clients,
 )
 from promptfed.shared.secagg.primitives import (
     Pair,
@@ -69,11 +72,11 @@ class Limits:
     """
 
     minimum: int = LEAST_CLIENTS
-    max_own_share: float = 0.5
+    max_own_share: float = MOST_OWN_SHARE
     peers: frozenset[str] = frozenset()
     verified: int = 0
     unverified: int = 0
-    min_effective: float = 2.5
+    min_effective: float = LEAST_EFFECTIVE
     min_move: float = 0.1
 
 
@@ -206,7 +209,7 @@ def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits
     if share > limits.max_own_share:
         text = f"this client's own part of the sum would be {share:.3f}; {limits.max_own_share:g} is the most"
         raise SecureError("policy-share", f"{text}: take aggregation.weighting uniform, or a max_weight_share")
-    effective = total**2 / sum(weight**2 for weight in weights.values())
+    effective = effective_clients(weights.values())
     if effective < limits.min_effective:
         text = f"the sum would count as one of {effective:.2f} clients of equal weight; {limits.min_effective:g} are"
         raise SecureError("policy-effective", f"{text} the least: take aggregation.weighting uniform")

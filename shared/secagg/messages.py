@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.secagg import SecureError
-from promptfed.shared.secagg.primitives import MOST_CLIENTS, is_signed
+from promptfed.shared.secagg.primitives import MOST_CLIENTS, expect_exchange_key, is_identity, is_signed
 from promptfed.shared.spec.section import ceil_fraction
 from promptfed.shared.spec.sections import WHOLE_WEIGHT, SecureAggregationSpec, Weighting, whole_weights
 
@@ -136,6 +136,30 @@ def alive_digest(hashes: list[bytes]) -> str:
 
 
 LEAST_CLIENTS = 3
+LEAST_EFFECTIVE = 2.5
+MOST_OWN_SHARE = 0.5
+"""What members insist on of a sum's weights where no policy says otherwise."""
+
+
+def effective_clients(weights: Iterable[float]) -> float:
+    """As how many clients of equal weight these count: (Σ a)²/Σ a²."""
+    given = list(weights)
+    return sum(given) ** 2 / sum(weight**2 for weight in given)
+
+
+def too_heavy(samples: Mapping[str, int], rule: Weighting) -> list[str]:
+    """The clients, from the heaviest on, with whom no member would take part in a sum of all; none of two or fewer."""
+    left = dict(samples)
+    heavy: list[str] = []
+    while len(left) >= LEAST_CLIENTS:
+        weights = whole_weights(left, rule)
+        heaviest = max(sorted(left), key=weights.__getitem__)
+        share = weights[heaviest] / sum(weights.values())
+        if share <= MOST_OWN_SHARE and effective_clients(weights.values()) >= LEAST_EFFECTIVE:
+            return heavy
+        heavy.append(heaviest)
+        del left[heaviest]
+    return heavy[:1]  # too few are left for a sum: one is named
 
 
 class Roster:
@@ -202,8 +226,20 @@ def read_roster(
 
 
 def _expect_keys(entries: Iterable[Entry]) -> None:
-    keys = [key for entry in entries for key in (entry.identity_key, entry.mask_key, entry.share_key)]
+    keys = [key for entry in entries for key in expect_keys(entry)]
     _expect(len(set(keys)) == len(keys), "holds a key twice")
+
+
+def expect_keys(entry: Entry) -> tuple[str, str, str]:
+    """The keys of an entry, in hex: three different ones that others can use. Raises SecureError (``bad-roster``)."""
+    keys = entry.identity_key, entry.mask_key, entry.share_key
+    _expect(len(set(keys)) == len(keys), f"holds a key of ed25519:{entry.identity_key} twice")
+    _expect(
+        is_identity(bytes.fromhex(entry.identity_key)), f"holds ed25519:{entry.identity_key}, with which all can sign"
+    )
+    for key in keys[1:]:
+        expect_exchange_key(bytes.fromhex(key))
+    return keys
 
 
 def _expect_entry(answer: KeysAnswer, own: Entry) -> None:

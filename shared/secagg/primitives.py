@@ -80,6 +80,22 @@ def agree(private: bytes, peer: bytes) -> bytes:
         raise SecureError("bad-roster", f"{peer.hex()[:64]!r} is not a valid X25519 key") from None
 
 
+def expect_exchange_key(public: bytes) -> None:
+    """Refuse an X25519 key that nobody can agree with. Raises as `agree`."""
+    agree(new_pair(), public)  # of small order with one key, of small order with each
+
+
+_FIELD = 2**255 - 19
+_OF_ORDER_8 = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
+_SMALL_ORDER = {0, 1, _FIELD - 1, _OF_ORDER_8, _FIELD - _OF_ORDER_8}  # y of the points whose order divides 8
+
+
+def is_identity(public: bytes) -> bool:
+    """Whether an Ed25519 key is one with which signatures tell somebody apart: not of small order."""
+    y = int.from_bytes(public, "little") & (1 << 255) - 1
+    return len(public) == KEY_BYTES and y % _FIELD not in _SMALL_ORDER
+
+
 def derive(secret: bytes, purpose: Derived, salt: bytes, first: bytes = b"", second: bytes = b"") -> bytes:
     """32 bytes by HKDF-SHA256: a separate key for each purpose, roster (``salt``) and pair of public keys."""
     info = b"promptfed/" + purpose.encode() + b"/1\0" + first + second

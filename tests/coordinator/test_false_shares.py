@@ -1,14 +1,21 @@
-"""A member that gives false shares when the sum is opened: it is named, and the sum ends right."""
+"""Members that would end the sum for all others, by shares, keys or weights: each is named, and the rest go on."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import httpx
+import pytest
 import torch
 
-from promptfed.shared.secagg.messages import UnmaskAnswer
+from promptfed.client_service.privacy.secure import identity_of
+from promptfed.shared.messages import Task
+from promptfed.shared.secagg.messages import KeysAnswer, UnmaskAnswer, too_heavy
+from promptfed.shared.secagg.primitives import is_identity, new_identity, public_identity, sign
+from promptfed.shared.spec.sections import Weighting
 from tests.coordinator.test_secure_sums import Leap, drive, expected, federation_of, step
 from tests.support.coordinators import InThread
 from tests.support.open_phases import prompts
@@ -47,3 +54,115 @@ def test_false_shares_of_a_member_are_refused_by_name_and_the_sum_is_right(coord
     wanted = expected(prompts(coordinator, federation, 0), list("abcde"), dict.fromkeys("abcde", 1.0))
     found = prompts(coordinator, federation, 1)
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), "bit for bit"
+
+
+SMALL_ORDER = (
+    *(bytes(32).hex(), "01" + 31 * "00", "ec" + 30 * "ff" + "7f", "ed" + 30 * "ff" + "7f", "ee" + 30 * "ff" + "7f"),
+    "e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800",
+    "5f9c95bca3508c24b1d0b1559c83ef5b04445cc4581c8e86d8224eddd09f1157",
+)
+"""Encodings of the points of X25519's curve and its twist whose order divides 8."""
+
+
+class Keys(SecureClient):
+    """A member whose entry of the roster has other keys than its own."""
+
+    keys: Mapping[str, str] = MappingProxyType({})
+    refused: httpx.Response | None = None
+
+    def prepared(self, task: Task, told: bytes) -> bytes:
+        body = super().prepared(task, told)
+        if task.kind != "train":
+            return body
+        entry = KeysAnswer.model_validate_json(body).entry
+        own = entry.model_copy(update={key: getattr(entry, value, value) for key, value in self.keys.items()})
+        signature = sign(identity_of(self.state), "keys", own.model_dump(mode="json")).hex()
+        return KeysAnswer(entry=own, signature=signature).model_dump_json().encode()
+
+    def exchange(self, task: dict[str, Any], body: bytes) -> httpx.Response:
+        answer = super().exchange(task, body)
+        if task["kind"] == "train":
+            self.refused = answer
+        return httpx.Response(200)
+
+
+WRONG = [
+    *({"share_key": key} for key in SMALL_ORDER),
+    {"mask_key": SMALL_ORDER[0]},
+    {"mask_key": "share_key"},
+    {"share_key": "identity_key"},
+]
+
+
+def refused_as(client: Keys) -> tuple[int, str]:
+    assert client.refused is not None
+    return client.refused.status_code, client.refused.json()["type"].rpartition("/")[2]
+
+
+@pytest.mark.parametrize("keys", WRONG, ids=str)
+def test_keys_that_nobody_can_use_are_refused_at_their_sender(
+    coordinator: InThread, leap: Leap, keys: dict[str, str]
+) -> None:
+    liar = type("Liar", (Keys,), {"keys": keys})
+    federation, clients = federation_of(coordinator, *"abcd", liars={"a": liar}, aggregation={"weighting": "uniform"})
+    drive(coordinator, clients, leap)
+    assert refused_as(clients[0]) == (422, "bad-keys")
+    assert coordinator.get(federation)["state"] == "finished"
+    (phase,) = coordinator.get(f"{federation}/rounds/1")["phases"]
+    assert [(one["client"], one["type"]) for one in phase["failed"]] == [("a", "bad-keys")]
+    assert [one["client"] for one in phase["counted"]] == ["b", "c", "d"]
+
+
+def answer_keys(coordinator: InThread, clients: list[Any]) -> None:
+    for client in clients:
+        while (task := coordinator.task(client))["kind"] == "evaluate":
+            assert client.answer(task).status_code == 201
+    for client in clients:
+        client.answer(coordinator.task(client))
+
+
+def test_a_key_of_another_member_is_refused(coordinator: InThread) -> None:
+    shared = public_identity(new_identity())
+    liars = {name: type("Liar", (Keys,), {"keys": {"share_key": shared.hex()}}) for name in "ab"}
+    _, clients = federation_of(coordinator, *"abcde", liars=liars, aggregation={"weighting": "uniform"})
+    for client in clients:
+        assert client.answer(coordinator.task(client)).status_code == 201
+    for client in clients[:2]:
+        client.answer(coordinator.task(client))
+    assert clients[0].refused.status_code == 201
+    assert refused_as(clients[1]) == (422, "bad-keys")
+
+
+@pytest.mark.parametrize("names", ["abc", "abcd"])
+def test_one_that_outweighs_all_is_refused_by_name(coordinator: InThread, names: str) -> None:
+    given = {"participation": {"min_clients": len(names), "quorum": 0.5}, "rounds": 1}
+    federation = coordinator.create(secure_aggregation={"step_seconds": 3600}, **given)
+    clients = [Keys(coordinator.http, federation, name) for name in names]
+    token = coordinator.token(federation)
+    for client in clients:
+        assert client.enrol(token, num_samples=10**9 if client.name == "a" else 10).status_code == 201
+    coordinator.start(federation)
+    for client in clients:
+        client.answer(coordinator.task(client))
+    for client in clients:
+        client.answer(coordinator.task(client))
+    assert refused_as(clients[0]) == (422, "too-heavy")
+    assert clients[0].refused is not None
+    assert "take aggregation.weighting uniform" in clients[0].refused.json()["detail"]
+    assert all(client.refused is not None and client.refused.status_code == 201 for client in clients[1:])
+
+
+def test_who_is_too_heavy() -> None:
+    rule = Weighting(weighting="samples")
+    assert too_heavy({"a": 10**9, "b": 10, "c": 10}, rule) == ["a"]
+    assert too_heavy({"a": 10**9, "b": 10, "c": 10, "d": 10}, rule) == ["a"]
+    assert too_heavy({"a": 12, "b": 10, "c": 10}, rule) == []
+    assert too_heavy(dict.fromkeys("abc", 10**9), rule) == []
+    assert too_heavy({"a": 10**9, "b": 10, "c": 10}, Weighting(weighting="uniform")) == []
+
+
+def test_identities_of_small_order_are_none() -> None:
+    assert is_identity(public_identity(new_identity()))
+    y8 = "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc"
+    for key in (*SMALL_ORDER[:5], y8 + "05", y8 + "85", bytes(31).hex() + "80"):
+        assert not is_identity(bytes.fromhex(key))
