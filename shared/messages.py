@@ -46,6 +46,12 @@ IdentityKey = Annotated[str | None, left_out(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str | None, left_out(pattern=r"^[0-9a-f]{128}$")]
 
 
+GreyScale = Annotated[
+    tuple[float, float] | None,
+    left_out(description="which numbers of the client's grey pictures of more than 8 bits are black and white"),
+]
+
+
 class Message(BaseModel):
     """Base of all messages: unknown keys and non-finite numbers are refused."""
 
@@ -94,6 +100,7 @@ class EnrolRequest(Message):
         EnrolledProtection | None,
         left_out(description="at privacy.level sample"),
     ] = None
+    grey: GreyScale = None
 
     def proof_body(self) -> dict[str, str]:
         """What ``identity_proof`` signs besides the purpose: the key is this client's, under this name."""

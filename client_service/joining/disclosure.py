@@ -11,6 +11,7 @@ from promptfed.client_service.privacy.agreement import ROUNDS, AgreedTerms, phas
 from promptfed.client_service.privacy.policy import STATES
 from promptfed.client_service.privacy.protection import PrivacyPlan
 from promptfed.client_service.training.payloads import known_sizes
+from promptfed.shared.data.pixels import Scale, scale_text
 from promptfed.shared.messages import Domain, EnrolmentInfo, Role
 from promptfed.shared.methods import MULTI_LABEL, TASK
 from promptfed.shared.methods.core.interface import Disclosed, Method
@@ -50,6 +51,7 @@ class Declared:
     fingerprint: str | None
     release: str = RELEASE
     system: str = SYSTEM
+    grey: Scale | None = None
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,7 @@ class Disclosure:
             ("classes", f"{len(declared.class_names)}: {names}{more}"),
             ("domain", domain),
             ("backbone", f"{mark}{weights}, and its towers' sizes"),
+            *([("grey", f"pictures of more than 8 bits read as {scale_text(declared.grey)}")] if declared.grey else []),
             ("device", declared.device),
             ("release", f"{declared.release} of promptfed, on {declared.system}"),
             ("secret", "random, made here: by it the coordinator knows this client again"),

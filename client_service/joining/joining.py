@@ -38,6 +38,7 @@ from promptfed.client_service.training.data import (
     ClientData,
     check_classes,
     check_domain,
+    check_scales,
     domain_of,
     open_data,
     split_by,
@@ -171,6 +172,7 @@ def declaration(
         domain=domain,
         device=describe_device(device),
         fingerprint=backbone.fingerprint if backbone is not None else None,
+        grey=source.grey,
     )
 
 
@@ -374,6 +376,7 @@ class Joining:
                 lambda: {name: open_data(uri, role="tests") for name, uri in settings.tests.items()}
             )
         domain_of(source)
+        check_scales(source, tests)
         return source, tests
 
     def _expect_data(self, identity: Identity, source: Source, tests: Mapping[str, Source]) -> DataIdentity | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data.image_files import IMAGE_FORMATS
-from promptfed.shared.data.pixels import UNREADABLE, Unfaithful, in_rgb
+from promptfed.shared.data.pixels import GREY, UNREADABLE, Scale, Unfaithful, in_rgb, scale_text
 from promptfed.shared.methods import MULTI_LABEL, TASK
 from promptfed.shared.methods.core.interface import Classifier, ClientContext, Mixes
 
@@ -37,13 +37,17 @@ class TooManyPixels(ValueError):
 
 @dataclass(frozen=True)
 class Served:
-    """What predictions are made with: the prompts' classifier and, where the backbone reads texts, the template's."""
+    """What predictions are made with: the prompts' classifier and, where the backbone reads texts, the template's.
+
+    ``greys``: the scales by which the training data's grey pictures of more than 8 bits were read.
+    """
 
     method: str
     round: int
     context: ClientContext
     classifier: Classifier
     template: Classifier | None
+    greys: Sequence[Scale] = ()
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -108,7 +112,7 @@ class Predictor:
         row = torch.zeros(1, dtype=torch.int64)
         # Decoding too: one image at a time has its pixels in memory.
         with self._one_at_a_time, torch.no_grad():
-            split = OneImage(served.context.backbone, read_image(content))
+            split = OneImage(served.context.backbone, read_image(content, served.greys))
             several = served.several_labels
             learned = _probabilities(served.classifier, split, row, several)
             template = served.template and _probabilities(served.template, split, row, several)
@@ -140,8 +144,8 @@ def _domains(classifier: Classifier, split: OneImage, row: Tensor) -> list[dict[
     return [{"name": name, "share": share} for name, share in zip(classifier.domain_names, shares, strict=True)]
 
 
-def read_image(content: bytes) -> Image.Image:
-    """The image as `in_rgb` shows it. Its size is looked at before it is decoded."""
+def read_image(content: bytes, greys: Sequence[Scale] = ()) -> Image.Image:
+    """The image as `in_rgb` shows it, by the one scale of ``greys`` if there is one. Its size is looked at first."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")  # of large images, and of damaged notes
         try:
@@ -150,7 +154,11 @@ def read_image(content: bytes) -> Image.Image:
                     raise TooManyPixels(f"the image has {image.width}x{image.height} pixels; {MAX_PIXELS} are allowed")
                 if image.format == "JPEG":
                     image.draft("RGB", (DRAFT, DRAFT))
-                return in_rgb(image)
+                shown = in_rgb(image, grey=greys[0] if len(greys) == 1 else None)
+                if len(greys) > 1 and GREY in shown.info:
+                    scales = " or as ".join(map(scale_text, greys))
+                    raise Unfaithful(f"the training data read grey pictures as {scales}: send it with 8 bits")
+                return shown
         except Image.DecompressionBombError:
             raise TooManyPixels(f"the image has too many pixels; {MAX_PIXELS} are allowed") from None
         except TooManyPixels:

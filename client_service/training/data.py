@@ -19,6 +19,7 @@ from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.caches import CacheCost, ImageSplit
 from promptfed.shared.data import DataError, ImageDomain, Source, Split, open_source, partition
 from promptfed.shared.data.options import Role as DataRole
+from promptfed.shared.data.pixels import scale_text
 from promptfed.shared.data.source import in_words
 from promptfed.shared.messages import Role
 from promptfed.shared.methods.core.interface import Method
@@ -78,6 +79,7 @@ class ClientData:
         self.template = source.template
         self.domain = domain_of(source)
         self.several_labels = source.train.labels.ndim == 2
+        self.greys = () if source.grey is None else (source.grey,)
         self.tests = {name: TestSet(other.class_names, other.template) for name, other in tests.items()}
         self._splits: dict[str, Split] = {TRAIN: source.train, TEST: source.test}
         self._splits |= {name: other.test for name, other in tests.items()}
@@ -288,6 +290,20 @@ def in_domain(source: Source, name: str, words: str | None = None) -> Source:
     if source.domain is not None and not source.domain.name:
         return replace(source, domain=ImageDomain(own, source.domain.description))
     return source
+
+
+def check_scales(source: Source, tests: Mapping[str, Source]) -> None:
+    """Refuse test sets whose grey pictures are read by another scale than the client's own, unless both URIs say so.
+
+    Raises:
+        ClientError: BAD_INPUT, with both scales.
+    """
+    for name, other in tests.items():
+        said = "grey=" in source.uri and "grey=" in other.uri
+        if source.grey and other.grey and source.grey != other.grey and not said:
+            text = f"grey pictures of the test set {name} are read as {scale_text(other.grey)}"
+            own = f"those of the client's own data as {scale_text(source.grey)}"
+            raise ClientError(Exit.BAD_INPUT, f"{text}, {own}: say grey= in both URIs")
 
 
 def check_domain(method: Method, role: str, source: Source) -> None:

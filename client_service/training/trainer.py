@@ -388,7 +388,7 @@ class TaskWork:
             private, _ = self._prepared(method, context, serving.config.peers)
             classifier = method.classifier(context, payload, private)
             template = self.evaluation.template(context)
-        served = Served(method.name, serving.round, context, classifier, template)
+        served = Served(method.name, serving.round, context, classifier, template, self.data.greys)
         if self.predictor is not None:
             self.predictor.served = served
         return served, (method, context, payload, private)

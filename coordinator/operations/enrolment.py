@@ -134,7 +134,7 @@ def _note_release(change: Change, request: EnrolRequest) -> None:
 
 
 def _software(request: EnrolRequest) -> dict[str, Any] | None:
-    return request.model_dump(include={"release", "system"}) or None
+    return request.model_dump(mode="json", include={"release", "system", "grey"}) or None
 
 
 def _check_token(

@@ -148,6 +148,7 @@ def client_view(row: ClientRow) -> schemas.ClientView:
         "num_classes": len(row.class_names),
         "release": (row.software or {}).get("release"),
         "system": (row.software or {}).get("system"),
+        "grey": (row.software or {}).get("grey"),
         "last_refusal": schemas.LastRefusal.model_validate(row.last_refusal) if row.last_refusal else None,
     }
     stored = {name: getattr(row, name) for name in schemas.ClientView.model_fields if name not in computed}

@@ -159,7 +159,7 @@ class ClientRow(Base):
 
     ``token_id`` is that of the enrolment token that it came with, which may be deleted since. ``protection``: how it
     will train under differential privacy, by its own word (`EnrolledProtection`). ``software``: its
-    release of promptfed, and its system.
+    release of promptfed, its system, and how it reads grey pictures of more than 8 bits.
     """
 
     __tablename__ = "clients"

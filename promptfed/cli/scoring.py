@@ -37,6 +37,7 @@ from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import Source, Split, open_source
 from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.image_files import conversion_of, read_image
+from promptfed.shared.data.pixels import Unfaithful
 from promptfed.shared.metrics import (
     BINS,
     POOLED,
@@ -206,8 +207,9 @@ def _read(path: Path) -> bytes:
 def _predict(predictor: Predictor, path: Path, content: bytes) -> dict[str, Any]:
     try:
         return predictor.predict(content)
-    except BadImage:
-        raise CommandError(_why_unreadable(path), Exit.BAD_INPUT) from None
+    except BadImage as error:
+        unfaithful = isinstance(error.__cause__, Unfaithful)
+        raise CommandError(f"{path}: {error}" if unfaithful else _why_unreadable(path), Exit.BAD_INPUT) from None
     except TooManyPixels as error:
         raise CommandError(f"{path}: {error}", Exit.BAD_INPUT) from None
 
@@ -359,8 +361,8 @@ def run_score(
         CommandError, DataError: the export, the data or the backbone cannot be used, or the data have classes that the
             export does not choose among.
     """
-    source = open_source(uri, "evaluator")
     opened = open_export(export, key)
+    source = open_source(uri, "evaluator", opened.model.greys)
     model, names = opened.model, _expect_names(tuple(opened.card.class_names or ()) or source.class_names)
     source, trained_on = _untrained(source, opened.card.federation.id, state_dirs)
     about = {"tested": _digest(source.test), "trained_on": trained_on}

@@ -17,9 +17,11 @@ from promptfed.client_service.training.data import LocalSplit
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import class_names as split_names
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.api.export_card import TEMPLATE, Card, classes_of
+from promptfed.shared.api.api_schemas import ClientView
+from promptfed.shared.api.export_card import TEMPLATE, Card, Participant, classes_of
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.data import DataError, open_source
+from promptfed.shared.data.pixels import Scale
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import UnknownMethod, make_method
 from promptfed.shared.methods.core.interface import (
@@ -53,13 +55,14 @@ class AdaptedModel:
     """The learned state of a federation and everything needed to classify with it. A card holds the same data.
 
     ``terms`` contain a template but no class names. ``state`` is the global state after ``round``. ``domains`` are the
-    domains that trainers declared.
+    domains that trainers declared, ``greys`` the scales by which they read grey pictures of more than 8 bits.
     """
 
     terms: TrainingTerms
     round: int
     domains: tuple[Domain, ...]
     state: Tensors
+    greys: tuple[Scale, ...] = ()
 
     @classmethod
     def of(cls, result: FederationResult) -> AdaptedModel:
@@ -68,12 +71,12 @@ class AdaptedModel:
         backbone = spec.backbone.model_copy(update={"fingerprint": known.fingerprint, "shape": known.shape})
         domains = tuple(client.domain for client in result.clients if client.role == "trainer" and client.domain)
         terms = _terms(spec, backbone=backbone, template=spec.template or TEMPLATE)
-        return cls(terms, result.round, domains, method_part(result.state))
+        return cls(terms, result.round, domains, method_part(result.state), _greys(result.clients))
 
     @classmethod
     def of_card(cls, card: Card, state: Tensors) -> AdaptedModel:
         """Build the model from the card of an export and its state."""
-        return cls(_terms(card), card.round, tuple(card.domains), state)
+        return cls(_terms(card), card.round, tuple(card.domains), state, _greys(card.participants))
 
     def make_method(self) -> Method:
         """The method with its hyperparameters. Raises CommandError if this promptfed does not have the method."""
@@ -127,7 +130,7 @@ class AdaptedModel:
                 template = by_template(context) if backbone.has_text else None
         except (MethodError, BackboneError) as error:
             raise CommandError(str(error), Exit.BAD_INPUT) from None
-        return Served(method.name, self.round, context, classifier, template)
+        return Served(method.name, self.round, context, classifier, template, self.greys)
 
     def merged(self, backbone: Backbone, class_names: Sequence[str]) -> Tensors:
         """The open_clip model with the state's weight changes merged in, as tensors by open_clip's names.
@@ -171,6 +174,10 @@ class AdaptedModel:
                 none, lambda: features, lambda rows: features[rows], lambda: features, lambda rows: features[rows]
             ),
         )
+
+
+def _greys(clients: Sequence[ClientView | Participant]) -> tuple[Scale, ...]:
+    return tuple(sorted({client.grey for client in clients if client.role == "trainer" and client.grey}))
 
 
 def _terms(given: FederationSpec | Card, **known: Any) -> TrainingTerms:

@@ -45,6 +45,7 @@ from promptfed.shared.api.export_card import (
 )
 from promptfed.shared.clip import Backbone
 from promptfed.shared.clip.embedded import EMBEDDED
+from promptfed.shared.data.pixels import scale_text
 from promptfed.shared.methods import METHODS
 from promptfed.shared.plain_text import counted, markdown_cell, markdown_code
 from promptfed.shared.plain_text import markdown as plain_markdown
@@ -250,6 +251,7 @@ def markdown(card: Card, snippet: str | None) -> str:
         accuracies(card.accuracy),
         "## Participants",
         _participants(card.participants),
+        *_greys(card.participants),
         "## Privacy",
         _privacy(card.privacy),
         *_sums(card.secure_aggregation),
@@ -421,6 +423,12 @@ def _participants(participants: list[Participant]) -> str:
         for client in participants
     ]
     return _table(["client", "role", "domain", "images", "classes", "updates counted"], rows)
+
+
+def _greys(participants: list[Participant]) -> list[str]:
+    """How each client reads grey pictures of more than 8 bits, in a line; nothing where nobody has any."""
+    told = [f"{plain_markdown(one.name)}: {scale_text(one.grey)}" for one in participants if one.grey is not None]
+    return [f"Grey pictures of more than 8 bits were read as ({'; '.join(told)})."] if told else []
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

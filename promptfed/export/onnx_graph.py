@@ -192,6 +192,8 @@ def _described(model: AdaptedModel, served: Served, difference: float) -> dict[s
             "divide_by": 255,
             "mean": list(given["mean"]),
             "std": list(given["std"]),
+            # Black and white of grey pictures of more than 8 bits, before anything else: those of each trainer's data.
+            "grey": [list(scale) for scale in model.greys],
         },
         "largest_difference": difference,
     }

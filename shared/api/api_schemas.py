@@ -15,6 +15,7 @@ from promptfed.shared.messages import (
     Domain,
     EnrolledProtection,
     FederationState,
+    GreyScale,
     Message,
     PrivacyEvent,
     Role,
@@ -246,6 +247,7 @@ class ClientView(BaseModel):
     device: str
     release: str | None = Field(None, description="of promptfed; null before 0.2.0")
     system: str | None = Field(None, description="operating system, processor, Python; null before 0.3.0")
+    grey: GreyScale = None
     enrolled_at: datetime
     last_seen: datetime | None
     refusals: int

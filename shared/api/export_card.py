@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from promptfed.shared.api.api_schemas import ClientView, FederationView, SelectionView
 from promptfed.shared.api.report_schemas import CentralPrivacy, EvaluationReport, RoundReport, SpentPrivacy
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.messages import Domain, FederationState, Figure, Role
+from promptfed.shared.messages import Domain, FederationState, Figure, GreyScale, Role
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION
 from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, Licence, Origin, TrainingSpec
@@ -58,6 +58,7 @@ class Participant(BaseModel):
     num_samples: int
     num_classes: int
     updates_counted: int | None = Field(description="null where it is secret who took part")
+    grey: GreyScale = None
 
 
 class MeasuredAccuracy(BaseModel):
@@ -390,6 +391,7 @@ def _participants(
             num_samples=client.num_samples,
             num_classes=client.num_classes,
             updates_counted=None if secret else tally.counted[client.name],
+            grey=client.grey,
         )
         for client in sorted(clients, key=lambda client: client.name)
     ]

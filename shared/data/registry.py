@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from promptfed.shared.data.emoji.source import open_emoji, open_scenes
 from promptfed.shared.data.folder import open_csv, open_folder
 from promptfed.shared.data.medical.opening import open_dicom
 from promptfed.shared.data.options import CUTTING_OPTIONS, Options, Parts, Role, apply_common
+from promptfed.shared.data.pixels import Scale, scale_text
 from promptfed.shared.data.public_sets import open_hugging_face, open_torchvision
 from promptfed.shared.data.source import DataError, Source
 from promptfed.shared.data.symbols import open_symbols
@@ -49,14 +50,20 @@ REDRAWN = frozenset({"symbols"})
 """Schemes whose test images are drawn: ``test_seed=`` draws others. Elsewhere the test images are what there is."""
 
 
-def open_source(uri: str, role: Role = "trainer") -> Source:
+def open_source(uri: str, role: Role = "trainer", greys: Sequence[Scale] = ()) -> Source:
     """Open the source ``scheme:body?option=value`` for a trainer or an evaluator, with its options applied.
+
+    ``greys``: the scales of the data that a result was trained on, which ``grey=`` of the URI replaces.
 
     Raises:
         DataError: the scheme or an option is unknown, a value is invalid, or the data cannot be used.
     """
     scheme, body, options = parse_uri(uri, role)
+    options = replace(options, known_grey=greys[0] if len(greys) == 1 else None)
     source = cut(scheme, open_whole(scheme, body, options), options)
+    if len(greys) > 1 and source.grey is not None and "grey" not in options.values:
+        scales = " or as ".join(map(scale_text, greys))
+        raise DataError(f"{uri}: the training data read grey pictures as {scales}; say which with grey=.")
     check_filled(source, role)
     tell_look_alikes(uri, source.class_names)
     return source

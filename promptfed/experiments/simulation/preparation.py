@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from promptfed.client_service.training.data import in_domain
+from promptfed.client_service.exits import ClientError
+from promptfed.client_service.training.data import check_scales, in_domain
 from promptfed.client_service.training.trainer import use_precision
 from promptfed.experiments.simulation.processes import Processes, SimulatedClient, fill, images_of
 from promptfed.runtime.processes import Site
@@ -136,8 +137,9 @@ def open_site(site: Site, sources: SharedSources) -> SimulatedClient:
     try:
         tests = {name: sources.open(uri, "tests") for name, uri in site.tests.items()}
         source = in_domain(sources.open(site.data, site.role), site.name, site.domain)
+        check_scales(source, tests)
         return SimulatedClient(site, source, tests)
-    except DataError as error:
+    except (ClientError, DataError) as error:
         raise CommandError(f"client {site.name}: {error}", Exit.BAD_INPUT) from None
 
 
