@@ -30,7 +30,7 @@ from promptfed.client_service.privacy.protection import SiteProtection, own_ledg
 from promptfed.client_service.privacy.secure import identity_of
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
-from promptfed.client_service.state.private_state import ENROLMENT, Identity, PrivateState, keep_known
+from promptfed.client_service.state.private_state import DATA, ENROLMENT, Identity, PrivateState, keep_known
 from promptfed.client_service.state.trained_images import note_trained
 from promptfed.client_service.training.data import (
     TEST,
@@ -232,7 +232,6 @@ def enrolment_token(settings: Settings, identity: Identity) -> str | None:
 
 log = logging.getLogger("promptfed.client")
 
-DATA = "data.json"  # what this client's data are, in its state folder
 BEHIND_SECONDS = 60.0  # of features that are computed after the enrolment: a tenth of a phase's usual deadline
 
 

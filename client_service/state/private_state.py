@@ -92,6 +92,7 @@ class Serving:
 
 
 ENROLMENT = "enrolment.json"
+DATA = "data.json"
 PENDING = "pending"
 ANSWERED = "answered"
 COMMITTED = "committed.safetensors"
@@ -368,7 +369,7 @@ class PrivateState:
         for name in (PENDING, ANSWERED, "pending.tmp", "discarded", "features", PAYLOADS):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         own = ("secure-work*", "secure-attempt*", "secure-masked*")
-        for pattern in (f"{COMMITTED}*", "round-*", "serving*", "last-refusal.json*", *own):
+        for pattern in (f"{COMMITTED}*", "round-*", "serving*", "last-refusal.json*", DATA, *own):
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
         self._disk.sync_folder(self.folder)
