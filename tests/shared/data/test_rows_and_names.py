@@ -5,17 +5,23 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from promptfed.cli.scoring import _expect_known
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.training.data import check_classes
 from promptfed.coordinator.domain.federation import differing
+from promptfed.coordinator.operations.enrolment import _check_class_names
+from promptfed.coordinator.problems import UnknownClass
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.output import class_names
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data import folder as folders
 from promptfed.shared.data.registry import SharedSources, class_names_of, tell_look_alikes
+from promptfed.shared.messages import EnrolRequest
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import MethodError
 from tests.shared.data.test_sources import hub_folder, picture
@@ -226,7 +232,22 @@ def to_a_text_tower() -> str:
     return str(error.value)
 
 
+def at_the_coordinator() -> str:
+    federation: Any = SimpleNamespace(name="f", spec=SimpleNamespace(class_names=[COMPOSED, "dog"]))
+    with pytest.raises(UnknownClass) as error:
+        _check_class_names(federation, cast(EnrolRequest, SimpleNamespace(class_names=[DECOMPOSED, "dog"])))
+    return str(error.value)
+
+
+def at_a_score() -> str:
+    with pytest.raises(CommandError) as error:
+        _expect_known((DECOMPOSED, "dog"), (COMPOSED, "dog"), "folder:d")
+    return str(error.value)
+
+
 SIDE_BY_SIDE: dict[str, Callable[[], str]] = {
+    "a federation and a site": at_the_coordinator,
+    "an export and data": at_a_score,
     "trainers": among_trainers,
     "a site and its federation": at_a_site,
     "a text tower": to_a_text_tower,
