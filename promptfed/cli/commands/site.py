@@ -260,6 +260,8 @@ def _plans(path: Path, samples: str, clients: int, ledger: Any, written: Set[str
     if spec.privacy.level != "sample":
         raise ValueError("the spec is not protected: give privacy: {level: sample, ...}")
     refuse(written & {"clients"}, "of level client, and the spec has level sample")
+    if written & {"ledger", "dataset"}:
+        expect_there(ledger)
     if not samples:
         raise ValueError("give --samples, such as --samples 800,1200: the cost to a client depends on them")
     loops = training_loops(method_for(spec), spec.rounds)

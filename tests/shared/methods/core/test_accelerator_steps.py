@@ -135,9 +135,10 @@ class Place:
     backbone: Backbone
     data: ClientData
 
-    def context(self, phase: str, round: int, batch: int) -> pf.ClientContext:
+    def context(self, phase: str, round: int, batch: int, **training: Any) -> pf.ClientContext:
         """A task of ``a`` of one epoch."""
-        blank = client_context(self.backbone, 0, batch_size=batch, epochs=1, learning_rate=0.01)
+        usual = {"batch_size": batch, "epochs": 1, "learning_rate": 0.01}
+        blank = client_context(self.backbone, 0, **usual | training)
         split = self.data.split(TRAIN, SHAPES)
         own = {"client": "a", "domain": CLIENTS[0].domain, "peers": CLIENTS, "label_space": SHAPES}
         return replace(blank, class_names=SHAPES, phase=phase, round=round, train=split, **own)
@@ -171,25 +172,27 @@ def far(tmp_path_factory: pytest.TempPathFactory, source: Source) -> Place:
         return Place(backbone, ClientData(source, backbone, FeatureCache(tmp_path_factory.mktemp("features"))))
 
 
-def played(name: str, place: Place, batch: int, evaluated: bool = True) -> tuple[dict[str, Tensor], Any]:
-    """Each phase of a method's first two rounds, trained by one client; what it made of them, and its accuracies.
+def played(
+    name: str, place: Place, batch: int, evaluated: bool = True, first: int = 1, **training: Any
+) -> tuple[dict[str, Tensor], Any]:
+    """Each phase of two rounds of a method from ``first`` on, trained by one client; what it made, and its accuracies.
 
-    Without those, and what a classifier answers, unless ``evaluated``.
+    Without those, and what a classifier answers, unless ``evaluated``. ``training`` replaces settings.
     """
     short = {key: value for key, value in SHORT.items() if key in METHODS[name].Hyper.model_fields}
     method = make_method({"name": name} | short)
     server = replace(server_context(place.backbone, "a"), class_names=SHAPES, clients=CLIENTS)
     state, private = dict(method.initial_state_with(place.backbone, server, initial_draws(3))), {}
     if isinstance(method, Prepares):
-        private = method.prepare(place.context("train", 1, batch), private)
+        private = method.prepare(place.context("train", 1, batch, **training), private)
     made: dict[str, Tensor] = {}
-    for round in (1, 2):
+    for round in (first, first + 1):
         for phase in method.phases(round, 4):
             if phase.name in made:
                 continue
             payload, context = (
                 method.payload(state, phase, CLIENTS[0], server),
-                place.context(phase.name, round, batch),
+                place.context(phase.name, round, batch, **training),
             )
             result = method.train(context, payload, private)
             private = result.private
@@ -200,7 +203,7 @@ def played(name: str, place: Place, batch: int, evaluated: bool = True) -> tuple
             }
     if not evaluated:
         return made, None
-    context = place.context("evaluation", 2, batch)
+    context = place.context("evaluation", 2, batch, **training)
     payload = method.payload(state, None, CLIENTS[0], server)
     classifier = method.classifier(context, payload, private)
     with torch.no_grad():
@@ -223,6 +226,31 @@ def test_a_device_gives_what_the_cpu_gives_and_no_step_waits_for_it(name: str, n
         torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6)
     assert told == accuracies
     assert not two - one
+
+
+USUAL = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 1e-4, "schedule": "cosine"}
+TRAINING = {
+    "epochs": 2, "batch_size": 3, "optimizer": "adamw", "learning_rate": 0.02, "momentum": 0.3, "weight_decay": 0.3,
+    "schedule": "constant",
+}  # fmt: skip
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", sorted(METHODS.own()))
+def test_each_training_setting_changes_something_or_is_refused(name: str, near: Place) -> None:
+    """Of the second round on: in the first every schedule has the same rate."""
+
+    def outcome(**changed: Any) -> object:
+        try:
+            made, told = played(name, near, 6, first=2, **USUAL | changed)
+        except pf.MethodError as error:
+            return error
+        return {key: value.detach().double().numpy().tobytes() for key, value in made.items()}, told
+
+    base = outcome()
+    assert not isinstance(base, Exception), base
+    idle = [key for key, value in TRAINING.items() if outcome(**{key: value}) == base]
+    assert sorted(idle) == sorted({*METHODS[name].ignores} & {*TRAINING}), "what a method ignores is refused"
 
 
 DENSE = ("promptfl", "fedapt", "fedmaple")  # the first tier's: one context, one for each class, deep prompts
