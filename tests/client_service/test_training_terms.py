@@ -184,7 +184,7 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "method": {"method": {"name": "promptfl", "m": 5}}, "training.epochs": {"epochs": 2},
     "training.batch_size": {"batch_size": 31}, "training.optimizer": {"optimizer": "adam"},
     "training.learning_rate": {"learning_rate": 0.2}, "training.momentum": {"momentum": 0.5},
-    "training.weight_decay": {"weight_decay": 0.5}, "training.schedule": {"schedule": "cosine"},
+    "training.weight_decay": {"weight_decay": 0.5}, "training.schedule": {"schedule": "constant"},
     "training.augmentation": {"augmentation": "crop_flip"}, "training.views": {"views": 9},
     "training.threads": {"threads": 2}, "training.deterministic": {"deterministic": True},
     "training.tf32": {"tf32": True}, "backbone.model": {"model": "ViT-B-32"},
