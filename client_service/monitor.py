@@ -175,7 +175,8 @@ def _evaluated(facts: Mapping[str, Any]) -> str:
     if accuracy is None:
         return f"{_round(facts)} evaluated"
     beside = f" (zero-shot {template:.1%})" if template is not None else ""
-    return f"{_round(facts)} accuracy {accuracy:.1%}{beside}"
+    shifted = "; nearly all answers are one class: these images are shifted" if facts.get("one_class") else ""
+    return f"{_round(facts)} accuracy {accuracy:.1%}{beside}{shifted}"
 
 
 def _met(facts: Mapping[str, Any]) -> str:

@@ -35,6 +35,7 @@ from promptfed.shared.data import DataError
 from promptfed.shared.messages import INLINE_BYTES, FailureRequest, Task
 from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
+from promptfed.shared.metrics import nearly_one_class
 from promptfed.shared.secagg.member import Limits
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError
@@ -297,8 +298,10 @@ class TaskLoop:
         learned, template = (
             splits[TEST].accuracy if TEST in splits else None for splits in (result.splits, result.zero_shot)
         )
-        rounds = task.config.rounds
-        self.monitor.tell("evaluated", round=task.round, rounds=rounds, accuracy=learned, zero_shot=template)
+        main = result.splits.get(TEST)
+        shifted = main is not None and nearly_one_class(main.one_answer, main.majority)
+        told = {"accuracy": learned, "zero_shot": template, "one_class": shifted}
+        self.monitor.tell("evaluated", round=task.round, rounds=task.config.rounds, **told)
         self.monitor.stage("waiting")
         self._next = await self.coordinator.send_evaluation(task.task_id, result, POLL_SECONDS)
         self._settled.add(task.task_id)

@@ -227,16 +227,29 @@ class UpdateMetadata(Message):
 Figure = Annotated[Fraction | None, left_out()]
 
 
-class SplitResult(Message):
-    """Accuracy on ``num_samples`` test images; ``ece`` (15 bins) and ``macro_f1`` where they are sent.
+FIGURES = ("ece", "macro_f1", "auroc", "majority", "one_answer")
+TEMPLATE_ECE = "zero_shot_ece"  # the template's own, beside the `FIGURES` that an owner agrees to
 
-    ``accuracy``: the fraction of right answers; of images with several labels the mean average precision.
+
+class SplitResult(Message):
+    """Accuracy on ``num_samples`` test images; beside it the `FIGURES` that the site sends.
+
+    ``accuracy``: the fraction of right answers; of images with several labels the mean average precision. ``ece`` has
+    15 bins, ``macro_f1`` and ``auroc`` are means over the classes. ``majority`` and ``one_answer``: the share of the
+    most frequent class, among the labels and among the answers.
     """
 
     accuracy: Fraction
     num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
     ece: Figure = None
     macro_f1: Figure = None
+    auroc: Figure = None
+    majority: Figure = None
+    one_answer: Figure = None
+
+    def figures(self) -> dict[str, float]:
+        """Those that were sent."""
+        return {name: value for name in FIGURES if (value := getattr(self, name)) is not None}
 
 
 SplitResults = Annotated[dict[Annotated[str, Field(min_length=1, max_length=100)], SplitResult], Field(max_length=1000)]

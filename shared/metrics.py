@@ -65,6 +65,39 @@ def macro_f1(labels: ArrayLike, predicted: ArrayLike) -> float:
     return float(np.mean(2 * hits[told > 0] / told[told > 0]))
 
 
+def mean_auroc(labels: ArrayLike, probabilities: ArrayLike) -> float | None:
+    """The mean over classes of the area under the ROC curve of labels (N,) and probabilities (N, C).
+
+    Classes without an image, or without an image of another class, do not count; None if no class counts.
+    """
+    from scipy.stats import rankdata
+
+    truth, found = np.asarray(labels), []
+    for k, scores in enumerate(np.asarray(probabilities).T):
+        own = truth == k
+        n, others = int(own.sum()), int((~own).sum())
+        if n and others:
+            found.append((float(rankdata(scores)[own].sum()) - n * (n + 1) / 2) / (n * others))
+    return float(np.mean(found)) if found else None
+
+
+def largest_share(classes: ArrayLike) -> float:
+    """The share of the most frequent of ``classes (N,)``; −1 is none of them."""
+    known = np.asarray(classes, dtype=np.int64)
+    return float(np.bincount(known[known >= 0], minlength=1).max()) / len(known)
+
+
+ONE_CLASS, FREQUENT = 0.9, 0.1
+
+
+def nearly_one_class(one_answer: float | None, majority: float | None = None) -> bool:
+    """Whether nearly all answers are one class; where labels are known, only if no class is nearly as frequent.
+
+    It needs no labels: a domain that is shifted as a whole shows itself so.
+    """
+    return one_answer is not None and one_answer >= ONE_CLASS and round(one_answer - (majority or 0.0), 4) >= FREQUENT
+
+
 def _pair(labels: ArrayLike, predicted: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     truth, answers = np.asarray(labels, dtype=np.int64), np.asarray(predicted, dtype=np.int64)
     if len(truth) != len(answers) or not len(truth):
@@ -80,7 +113,8 @@ class Outcomes:
     """One client's answers on one test set after ``round``; ``split`` is ``split@variant`` of a further classifier.
 
     ``labels`` and ``predicted`` are indices in ``class_names``, ``confidence`` is the probability of what was
-    predicted; ``images`` is a hash of the images in order: lists with the same hash can be paired image by image.
+    predicted; ``auroc`` is the mean over the classes; ``images`` is a hash of the images in order: lists with the same
+    hash can be paired image by image.
     """
 
     round: int
@@ -91,6 +125,7 @@ class Outcomes:
     predicted: tuple[int, ...]
     confidence: tuple[float, ...]
     images: str
+    auroc: float | None = None
 
 
 Record = Callable[[Outcomes], None]

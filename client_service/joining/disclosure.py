@@ -27,6 +27,10 @@ NAMES = 6  # class names that are shown
 FIGURES = {
     "ece": "how far its confidence is from its accuracy (ECE, one number, to four places)",
     "macro_f1": "the mean over the classes of how well each is told (macro-F1, one number, to four places)",
+    "auroc": "the mean over the classes of how well their images are ranked (AUROC, one number, to four places)",
+    "majority": "the share of the most frequent class among the test images (one number, to four places)",
+    "one_answer": "the share of the most frequent class among the answers (one number, to four places)",
+    "zero_shot_ece": "the template's ECE",
 }
 LONG = 300  # characters of what a coordinator may say in one line
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, Message, Role, Task, Told
+from promptfed.shared.messages import FIGURES, MOST_PEERS, TEMPLATE_ECE, EnrolmentInfo, Message, Role, Task, Told
 from promptfed.shared.methods import MULTI_LABEL, TASK, make_method
 from promptfed.shared.methods.core import client_numbers
 from promptfed.shared.methods.core.checks import allowed_rounds
@@ -66,7 +66,6 @@ def settings_of(method: Method) -> dict[str, Any]:
 FILE, ANSWERS, WITHDRAWN = "consent.json", "answers.json", "withdrawn"
 ATTEMPTS = 5  # answers for one phase: an operator may let those whose update was refused try again
 RESTORES = 3  # of the coordinator from a backup, without asking the owner
-FIGURES = ("ece", "macro_f1")  # of a test set, beside its accuracy
 SHOWN = 200  # characters of a value that an owner is shown
 SHOWN_DIFFERENCES = 20  # of a refused task
 OF_THE_WEIGHTS = {"backbone": {"fingerprint", "shape"}}  # pinned once the weights are loaded, see `Agreement.pin`
@@ -149,7 +148,7 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
         evaluate_every=info.evaluate_every,
         evaluation=info.evaluation,
         accuracies=["test", *sorted(tests)],
-        figures=list(FIGURES),
+        figures=[*FIGURES, TEMPLATE_ECE],
     )
 
 

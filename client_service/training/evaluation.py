@@ -10,7 +10,7 @@ from torch import Tensor
 
 from promptfed.client_service.training.data import TEST, Cancelled, ClientData
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.messages import SplitResult
+from promptfed.shared.messages import FIGURES, TEMPLATE_ECE, SplitResult
 from promptfed.shared.methods.core.interface import (
     SHARE,
     Classifier,
@@ -25,7 +25,16 @@ from promptfed.shared.methods.core.interface import (
 from promptfed.shared.methods.core.several_labels import PresenceTemplates
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.metrics import ZERO_SHOT, Outcomes, Record, calibration_error, macro_f1, mean_average_precision
+from promptfed.shared.metrics import (
+    ZERO_SHOT,
+    Outcomes,
+    Record,
+    calibration_error,
+    largest_share,
+    macro_f1,
+    mean_auroc,
+    mean_average_precision,
+)
 from promptfed.shared.tensors import Tensors
 
 EVALUATION_BATCH = 256
@@ -43,7 +52,7 @@ class Evaluation:
     data: ClientData
     client: str = ""
     record: Record | None = None  # who is told every image's answer, in this process
-    figures: Container[str] = ()  # that the owner agreed to tell beside accuracies: ece, macro_f1
+    figures: Container[str] = ()  # that the owner agreed to tell beside accuracies: `FIGURES`, and the template's ECE
     zero_shot: ZeroShotResults = field(default_factory=dict)
     _templates: dict[str, TemplateClassifier | PresenceTemplates] = field(default_factory=dict)
 
@@ -135,20 +144,23 @@ class Evaluation:
         test = self.data.split(name, context.class_names)
         if test.labels.ndim == 2:
             return _of_several(classifier, test, context.cancelled)
-        predicted, confidence = answers(classifier, test, context.cancelled)
+        predicted, confidence, probabilities = answers(classifier, test, context.cancelled)
         if self.record is not None:
             split = name + VARIANT + variant if variant else name
             told = tuple(test.labels.tolist()), tuple(predicted.tolist()), tuple(confidence.tolist())
-            images = self.data.images_hash(name)
-            self.record(Outcomes(context.round, self.client, split, context.class_names, *told, images))
+            images, area = self.data.images_hash(name), mean_auroc(test.labels, probabilities)
+            self.record(Outcomes(context.round, self.client, split, context.class_names, *told, images, area))
         right = predicted == test.labels
-        figures: Container[str] = () if variant == ZERO_SHOT else self.figures
-        return SplitResult(
-            accuracy=int(right.sum()) / len(test),
-            num_samples=len(test),
-            ece=_rounded(calibration_error(confidence, right)) if "ece" in figures else None,
-            macro_f1=_rounded(macro_f1(test.labels, predicted)) if "macro_f1" in figures else None,
-        )
+        computed: dict[str, Callable[[], float | None]] = {
+            "ece": lambda: calibration_error(confidence, right),
+            "macro_f1": lambda: macro_f1(test.labels, predicted),
+            "auroc": lambda: mean_auroc(test.labels, probabilities),
+            "majority": lambda: largest_share(test.labels),
+            "one_answer": lambda: largest_share(predicted),
+        }
+        told_of = {name: name for name in FIGURES} if variant != ZERO_SHOT else {TEMPLATE_ECE: "ece"}
+        figures = {figure: _rounded(computed[figure]()) for name, figure in told_of.items() if name in self.figures}
+        return SplitResult(accuracy=int(right.sum()) / len(test), num_samples=len(test), **figures)
 
     def _measure_template(self, name: str, context: ClientContext, template: Classifier) -> SplitResult | None:
         key = name, _template_key(context)
@@ -170,23 +182,27 @@ def _of_several(classifier: Classifier, split: Split, cancelled: Cancelled) -> S
     return None if figure is None else SplitResult(accuracy=figure, num_samples=len(split))
 
 
-def _rounded(figure: float) -> float:
+def _rounded(figure: float | None) -> float | None:
     """Rounded to four places, as in tables, so that no more is revealed about a small test set."""
-    return round(figure, 4)
+    return None if figure is None else round(figure, 4)
 
 
-def answers(classifier: Classifier, split: Split, cancelled: Cancelled = lambda: False) -> tuple[Tensor, Tensor]:
-    """What has each image's highest logit ``(N,)``, and its probability ``(N,)``, on the CPU.
+def answers(
+    classifier: Classifier, split: Split, cancelled: Cancelled = lambda: False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What has each image's highest logit ``(N,)``, its probability ``(N,)``, and all ``(N, C)`` in float32.
+
+    They are on the CPU.
 
     Raises:
         TaskCancelled: ``cancelled`` became true.
     """
-    told = [
-        (logits.argmax(dim=-1).cpu(), torch.softmax(logits.double(), dim=-1).amax(dim=-1).cpu())
-        for logits in logits_of(classifier, split, cancelled)
-    ]
-    predicted, confidence = zip(*told, strict=True)
-    return torch.cat(predicted), torch.cat(confidence)
+    told = []
+    for logits in logits_of(classifier, split, cancelled):
+        shares = torch.softmax(logits.double(), dim=-1)
+        told.append((logits.argmax(dim=-1).cpu(), shares.amax(dim=-1).cpu(), shares.float().cpu()))
+    predicted, confidence, probabilities = (torch.cat(parts) for parts in zip(*told, strict=True))
+    return predicted, confidence, probabilities
 
 
 def probabilities(classifier: Classifier, split: Split) -> Tensor:

@@ -36,7 +36,7 @@ from promptfed.coordinator.store.tables import (
 )
 from promptfed.shared.api import report_schemas
 from promptfed.shared.api.report_schemas import remarks
-from promptfed.shared.messages import ENDED
+from promptfed.shared.messages import ENDED, FIGURES
 from promptfed.shared.methods import has_rate
 from promptfed.shared.plain_text import csv_cell
 from promptfed.shared.spec.sections import FINAL
@@ -434,8 +434,7 @@ def _mean_accuracy(clients: list[report_schemas.ClientEvaluation]) -> dict[str, 
         measured = {
             "accuracy": [evaluated.accuracy for evaluated in own],
             "zero_shot": [client.zero_shot[split].accuracy for client in clients if split in client.zero_shot],
-            "ece": [evaluated.ece for evaluated in own if evaluated.ece is not None],
-            "macro_f1": [evaluated.macro_f1 for evaluated in own if evaluated.macro_f1 is not None],
+            **{name: [told[name] for one in own if name in (told := one.figures())] for name in FIGURES},
         }
         means[split] = {name: fmean(values) for name, values in measured.items() if values}
     return means
@@ -507,9 +506,8 @@ def _of_evaluation(round: int, report: report_schemas.EvaluationReport) -> Itera
             for split, evaluated in splits.items():
                 yield round, "evaluation", client, split, name, float(evaluated.accuracy)
         for split, evaluated in measured.splits.items():
-            for name, value in (("ece", evaluated.ece), ("macro_f1", evaluated.macro_f1)):
-                if value is not None:
-                    yield round, "evaluation", client, split, name, float(value)
+            for name, value in evaluated.figures().items():
+                yield round, "evaluation", client, split, name, float(value)
         for name, value in measured.metrics.items():
             yield round, "evaluation", client, None, name, float(value)
     for role, means in report.mean.items():

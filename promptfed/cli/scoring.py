@@ -47,8 +47,11 @@ from promptfed.shared.metrics import (
     class_accuracies,
     class_figures,
     interval_text,
+    largest_share,
     macro_f1,
+    mean_auroc,
     mean_average_precision,
+    nearly_one_class,
     proportion,
 )
 from promptfed.shared.plain_text import counted, csv_cell, likeness, plain
@@ -380,7 +383,7 @@ def run_score(
             return
         told = probabilities(served.classifier, split)
         confidence, predicted = told.max(dim=-1)
-        figures = scores(split.labels, predicted, confidence, names).model_copy(update=about)
+        figures = scores(split.labels, predicted, confidence, told, names).model_copy(update=about)
         figures.state, figures.classes = state, by_class(split.labels, told, names, source.test.groups)
         figures.subgroups = subgroup_figures(
             source.test, lambda rows: _of_rows(split.labels, told, names, source.test, rows)
@@ -449,6 +452,9 @@ def _expect_kind(served: Served, labels: Tensor, uri: str) -> None:
 def _show(figures: ScoreFigures, uri: str) -> None:
     rows = [[title, *(_cell(scored, key) for scored in (figures.zero_shot, figures))] for key, title in FIGURES.items()]
     console.print(table(f"{counted(figures.images, 'image')} of {uri}", ["", "zero-shot", "adapted"], rows))
+    if nearly_one_class(figures.one_answer, figures.majority):
+        shifted = f"{percent(figures.one_answer)} of the answers are one class: these images are shifted as a whole"
+        say(f"{shifted} against what was trained on, or unknown to the backbone. AUROC says what accuracy does not.")
     if len(figures.classes) <= SHOWN:
         console.print(_class_table("Each class against the rest, 95 % intervals", figures.classes))
     show_subgroups(figures.subgroups)
@@ -461,6 +467,8 @@ def _class_table(title: str, classes: Sequence[ClassFigures]) -> Table:
 
 FIGURES = {
     "accuracy": "accuracy",
+    "majority": "most frequent class",
+    "auroc": "AUROC, mean of classes",
     "ece": f"calibration error ({BINS} bins)",
     "macro_f1": "macro-F1",
     "worst_class_accuracy": "worst class",
@@ -485,6 +493,9 @@ class ScoreFigures(BaseModel):
     trained_on: int | None = None
     ece: float
     macro_f1: float
+    majority: float
+    auroc: float | None = None
+    one_answer: float
     worst_class: str
     worst_class_accuracy: float
     zero_shot: ScoreFigures | None = None
@@ -494,8 +505,8 @@ def _cell(scores: ScoreFigures | None, name: str) -> str:
     return percent(getattr(scores, name)) if scores is not None else "-"
 
 
-def scores(labels: Tensor, predicted: Tensor, confidence: Tensor, names: Sequence[str]) -> ScoreFigures:
-    """Accuracy, expected calibration error, macro-F1 and the worst class of answers ``(N,)`` among ``names``."""
+def scores(labels: Tensor, predicted: Tensor, confidence: Tensor, told: Tensor, names: Sequence[str]) -> ScoreFigures:
+    """Accuracy and further figures of answers ``(N,)`` among ``names``, ``told (N, C)`` with these probabilities."""
     right = (labels.cpu() == predicted).numpy()
     by_class = class_accuracies(labels.numpy(), predicted.numpy())
     worst = min(by_class, key=lambda label: (by_class[label], label))
@@ -505,6 +516,9 @@ def scores(labels: Tensor, predicted: Tensor, confidence: Tensor, names: Sequenc
         accuracy_interval=proportion(int(right.sum()), len(right)),
         ece=calibration_error(confidence.numpy(), right),
         macro_f1=macro_f1(labels.numpy(), predicted.numpy()),
+        majority=largest_share(labels.numpy()),
+        auroc=mean_auroc(labels.numpy(), told.numpy()),
+        one_answer=largest_share(predicted.numpy()),
         worst_class=names[worst],
         worst_class_accuracy=by_class[worst],
     )

@@ -379,6 +379,9 @@ def _classes(card: Card) -> str:
     return f"{len(names)} (from {card.class_names_from}): {shown}{more}"
 
 
+FURTHER = {"majority": "majority", "auroc": "AUROC", "macro_f1": "macro-F1", "ece": "ECE"}
+
+
 def accuracies(measured: Accuracies | None) -> str:
     """The clients' accuracies as a table, with macro-F1 and ECE if any client reported them."""
     if measured is None:
@@ -391,20 +394,22 @@ def accuracies(measured: Accuracies | None) -> str:
             percent(row.zero_shot),
             percent(row.adapted),
             str(row.num_samples),
-            percent(row.macro_f1),
-            percent(row.ece),
+            *(percent(getattr(row, name)) for name in FURTHER),
         ]
         for row in measured.clients
     ]
     for role, mean in measured.mean.items():
         if mean:
             columns = [percent(mean.get(name)) for name in ("zero_shot", "adapted")]
-            further = [percent(mean.get(name)) for name in ("macro_f1", "ece")]
+            further = [percent(mean.get(name)) for name in FURTHER]
             rows.append([f"mean of the {role}s", "", "test", *columns, "", *further])
-    head = ["client", "role", "test set", "zero-shot", "adapted", "images", "macro-F1", "ECE"]
+    head = ["client", "role", "test set", "zero-shot", "adapted", "images", *FURTHER.values()]
     text = f"Measured by the clients on their own test images after round {measured.round}."
     if any(row.ece is not None for row in measured.clients):
-        text += " ECE, of the adapted: how far confidence is from accuracy, over 15 bins."
+        text += (
+            " Beside it the share of the most frequent class, AUROC and macro-F1 (means over the classes), and ECE: how"
+        )
+        text += " far confidence is from accuracy, over 15 bins. All but the first are of the adapted."
     else:
         head, rows = head[:6], [row[:6] for row in rows]
     return f"{text}\n\n{_table(head, rows)}"

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 class Accuracy:
     """One client's accuracy on one of its test sets after a round, and the template's accuracy (both fractions).
 
-    ``ece`` (calibration error, 15 bins) and ``macro_f1`` are None if the client's owner did not agree to send them.
+    ``ece`` (calibration error, 15 bins), ``macro_f1`` and ``auroc`` (means over the classes), and the share of the most
+    frequent class among labels (``majority``) and answers (``one_answer``) are None if the client's owner did not agree
+    to send them.
     """
 
     round: int
@@ -34,6 +36,9 @@ class Accuracy:
     num_samples: int
     ece: float | None = None
     macro_f1: float | None = None
+    auroc: float | None = None
+    majority: float | None = None
+    one_answer: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,5 @@ def _accuracies(report: Mapping[str, Any]) -> Iterator[Accuracy]:
                 accuracy=result.accuracy,
                 zero_shot=zero_shot.accuracy if zero_shot else None,
                 num_samples=result.num_samples,
-                ece=result.ece,
-                macro_f1=result.macro_f1,
+                **result.figures(),
             )

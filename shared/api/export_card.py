@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from promptfed.shared.api.api_schemas import ClientView, FederationView, SelectionView
 from promptfed.shared.api.report_schemas import CentralPrivacy, EvaluationReport, RoundReport, SpentPrivacy
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.messages import Domain, FederationState, Figure, GreyScale, Role
+from promptfed.shared.messages import FIGURES, Domain, FederationState, Figure, GreyScale, Role
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION
 from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, Licence, Origin, TrainingSpec
@@ -72,6 +72,9 @@ class MeasuredAccuracy(BaseModel):
     num_samples: int
     ece: Figure = None
     macro_f1: Figure = None
+    auroc: Figure = None
+    majority: Figure = None
+    one_answer: Figure = None
 
 
 class Accuracies(BaseModel):
@@ -414,8 +417,7 @@ def _accuracies(tally: Tally, shown: Mapping[str, str]) -> Accuracies | None:
                     adapted=result.accuracy,
                     zero_shot=zero_shot.accuracy if zero_shot is not None else None,
                     num_samples=result.num_samples,
-                    ece=result.ece,
-                    macro_f1=result.macro_f1,
+                    **result.figures(),
                 )
             )
     return Accuracies(round=round, clients=rows, mean=_means(rows))
@@ -429,8 +431,7 @@ def _means(rows: Sequence[MeasuredAccuracy]) -> dict[str, dict[str, float]]:
         columns: dict[str, list[float]] = {
             "adapted": [row.adapted for row in own],
             "zero_shot": [row.zero_shot for row in own if row.zero_shot is not None],
-            "ece": [row.ece for row in own if row.ece is not None],
-            "macro_f1": [row.macro_f1 for row in own if row.macro_f1 is not None],
+            **{name: [value for row in own if (value := getattr(row, name)) is not None] for name in FIGURES},
         }
         means[role] = {name: fmean(values) for name, values in columns.items() if values}
     return means

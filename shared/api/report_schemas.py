@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from promptfed.shared.messages import Role, SplitResult
+from promptfed.shared.metrics import nearly_one_class
 from promptfed.shared.plain_text import counted
 from promptfed.shared.privacy.accounting import LARGEST_EPSILON, MOST_EPSILON
 from promptfed.shared.spec.section import left_out
@@ -274,7 +275,8 @@ def remarks(
     """
     reports = list(reports)
     losses = [report.phases[0].metrics["loss"] for report in reports if _has_loss(report)]
-    return remarks_on(spec, _curve(reports), losses, classes, has_rate)
+    last = next((report.evaluation.clients for report in reversed(reports) if report.evaluation is not None), {})
+    return remarks_on(spec, _curve(reports), losses, classes, has_rate) + unsure(last) + of_one_class(last)
 
 
 def remarks_on(
@@ -379,6 +381,34 @@ def rising(means: Mapping[int, float], noise: float = 0.0) -> list[str]:
     return [
         f"Still rising: {100 * rise:+.1f} points since round {since} of {last}. Try more rounds, as rounds: {2 * last}."
     ]
+
+
+CALIBRATED = 0.05  # an error of confidence that nobody minds
+
+
+def unsure(clients: Mapping[str, ClientEvaluation]) -> list[str]:
+    """A remark if the trainers' mean calibration error is more than twice the template's."""
+    own = [(one.splits.get("test"), one.zero_shot.get("test")) for one in clients.values() if one.role == "trainer"]
+    pairs = [(a.ece, b.ece) for a, b in own if a and b and a.ece is not None and b.ece is not None]
+    if not pairs:
+        return []
+    now, before = (fmean(figures) for figures in zip(*pairs, strict=True))
+    if now <= max(CALIBRATED, 2 * before):
+        return []
+    told = f"Confidence is no probability: ECE {100 * now:.1f} %, zero-shot's {100 * before:.1f} %"
+    return [f"{told}. `promptfed score --fit-on DATA` finds a temperature, which `predict --temperature` takes."]
+
+
+def of_one_class(clients: Mapping[str, ClientEvaluation]) -> list[str]:
+    """A remark on each client whose answers are nearly all one class, though its images are not."""
+    said = []
+    for name, one in sorted(clients.items()):
+        told = one.splits.get("test")
+        if told is not None and nearly_one_class(told.one_answer, told.majority):
+            figures = "" if told.auroc is None else f" (AUROC {100 * told.auroc:.1f} %)"
+            share = f"{100 * (told.one_answer or 0):.1f} % of the answers at {name} are one class{figures}"
+            said.append(f"{share}: its images are shifted as a whole, and the accuracy tells little.")
+    return said
 
 
 def falling(clients: Mapping[str, Reached], rate: float | None) -> list[str]:

@@ -261,7 +261,7 @@ class FedCLIP(pf.Method):
     protects = True
     Hyper = FedCLIPHyper
     hyper: FedCLIPHyper
-    defaults = pf.defaults(20, epochs=1, batch_size=32, optimizer="adam", learning_rate=4e-4, weight_decay=0)
+    defaults = pf.defaults(20, epochs=3, batch_size=32, optimizer="adam", learning_rate=4e-4, weight_decay=0)
     disclosures = (
         pf.AGGREGATE,
         pf.Disclosed(

@@ -322,3 +322,21 @@ def test_lists_that_do_not_fit_are_refused() -> None:
             metrics.calibration_error(sure, right)
     with pytest.raises(ValueError, match="2 labels for 1 answers"):
         metrics.macro_f1([0, 1], [0])
+
+
+def test_the_mean_area_is_that_of_the_classes_that_have_both_kinds_of_images() -> None:
+    told = np.array([[0.7, 0.2, 0.1], [0.2, 0.5, 0.3], [0.4, 0.3, 0.3], [0.3, 0.4, 0.3]])
+    labels = [0, 1, 0, 0]
+    each = [metrics.auroc_estimate(np.array(labels) == k, told[:, k]).value for k in (0, 1)]
+    assert metrics.mean_auroc(labels, told) == pytest.approx(sum(each) / 2), "nobody has class 2"
+    assert metrics.mean_auroc([1, 1, 1, 1], told) is None
+    assert metrics.mean_auroc(labels, np.full((4, 3), 1 / 3)) == 0.5, "ties"
+
+
+def test_nearly_one_class_is_said_of_answers_that_no_label_explains() -> None:
+    assert (metrics.largest_share([2, 0, 2, 2]), metrics.largest_share([0, -1, -1, -1])) == (0.75, 0.25)
+    assert metrics.nearly_one_class(0.9)
+    assert not metrics.nearly_one_class(0.89)
+    assert not metrics.nearly_one_class(None)
+    assert metrics.nearly_one_class(0.95, 0.85)
+    assert not metrics.nearly_one_class(0.95, 0.86)

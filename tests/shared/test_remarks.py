@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from typing import Literal
+
 import pytest
 
 from promptfed.coordinator.reports.rounds import _cell
 from promptfed.shared.api.report_schemas import (
+    ClientEvaluation,
     Reached,
     count_noise,
     falling,
@@ -13,8 +17,10 @@ from promptfed.shared.api.report_schemas import (
     movement,
     near_chance,
     noise_of,
+    of_one_class,
     remarks_on,
     rising,
+    unsure,
 )
 from promptfed.shared.messages import SplitResult
 from promptfed.shared.methods import has_rate, resolve_spec
@@ -207,3 +213,28 @@ def test_markdown_holds_neither_markup_nor_html() -> None:
 
 def test_the_metrics_file_has_no_formulas() -> None:
     assert [_cell(value) for value in ("=HYPERLINK(1)", -0.5, 3, None)] == ["'=HYPERLINK(1)", -0.5, 3, None]
+
+
+def told(
+    role: Literal["trainer", "evaluator"], ece: float, template: float | None, **figures: float
+) -> ClientEvaluation:
+    zero_shot = {} if template is None else {"test": SplitResult(accuracy=0.5, num_samples=90, ece=template)}
+    split = SplitResult(accuracy=0.5, num_samples=90, ece=ece, **figures)
+    return ClientEvaluation(
+        role=role, domain=None, splits={"test": split}, zero_shot=zero_shot, metrics={}, received_at=datetime.now(UTC)
+    )
+
+
+def test_an_error_of_confidence_that_more_than_doubles_is_told() -> None:
+    [said] = unsure({"a": told("trainer", 0.12, 0.05), "unseen": told("evaluator", 0.9, 0.01)})
+    assert said.startswith("Confidence is no probability: ECE 12.0 %, zero-shot's 5.0 %")
+    assert unsure({"a": told("trainer", 0.10, 0.05)}) == [], "twice"
+    assert unsure({"a": told("trainer", 0.05, 0.01)}) == [], "small"
+    assert unsure({"a": told("trainer", 0.3, None)}) == []
+
+
+def test_answers_of_one_class_are_told_of_evaluators_too() -> None:
+    [said] = of_one_class({"b": told("evaluator", 0.1, None, one_answer=0.97, majority=0.6, auroc=0.75)})
+    assert said.startswith("97.0 % of the answers at b are one class (AUROC 75.0 %)")
+    assert of_one_class({"b": told("evaluator", 0.1, None, one_answer=0.97, majority=0.9)}) == []
+    assert of_one_class({"b": told("evaluator", 0.1, None)}) == [], "under a floor nothing is known"

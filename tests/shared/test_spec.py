@@ -273,8 +273,9 @@ def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alo
         raw = {"name": "a", "method": {"name": method}, "class_names": ["a", "b"], **spec}
         return resolve_spec(raw).training.learning_rate
 
-    assert rate("promptfl") == 0.1
-    assert rate("promptfl", training={"epochs": 2}) == 0.1
+    assert rate("promptfl") == 0.02
+    assert rate("promptfl", training={"epochs": 2}) == 0.02
+    assert rate("promptfl", backbone={"model": "promptfed-photo", "pretrained": "embedded"}) == 0.02
     assert rate("promptfl", training={"learning_rate": 0.002}) == 0.002
     assert rate("promptfl", training={"optimizer": "adam"}) == 0.002  # it was not swept with
     assert rate("promptfl", backbone={"model": "ViT-B-16", "pretrained": "openai"}) == 0.002
@@ -282,7 +283,7 @@ def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alo
     on_vit = {"model": "ViT-B-16", "pretrained": "openai"}
     for method, paper, embedded in (
         ("fedpgp", 0.001, 0.01),
-        ("coop", 0.002, 0.01),
+        ("coop", 0.002, 0.02),
         ("fedvpt", 0.002, 0.64),  # visual prompts
         ("fedclip", 4e-4, 0.002),  # 0.2/d_e
         ("fedlora", 2e-4, 0.02),  # AdamW

@@ -78,7 +78,8 @@ function resultTable(report, split, title) {
   const plain = title === "Accuracy";
   const margin = (pairs) => (plain && pairs.length ? ` ± ${(100 * gainMargin(pairs)).toFixed(1)}` : "");
   const edges = (found, noisy) => (plain && !noisy && found.num_samples ? h("small", { class: "under" }, interval(found.accuracy, found.num_samples).map((edge) => (100 * edge).toFixed(1)).join("–")) : null);
-  const further = (found) => (told ? [[percent(found.macro_f1), h("small", { class: "under" }, percent(found.ece))]] : []);
+  const two = (first, second) => [percent(first), h("small", { class: "under" }, percent(second))];
+  const further = (found) => (told ? [two(found.auroc, found.majority), two(found.macro_f1, found.ece)] : []);
   const cells = (name, domain, zero, found, pairs, noisy) => [[name, h("small", { class: "under" }, [domain, found.num_samples && counted(found.num_samples, "image")].filter(Boolean).join(" · "))], percent(zero), [percent(found.accuracy), edges(found, noisy)], [gain(zero, found.accuracy), zero === undefined ? null : h("small", { class: "under" }, margin(pairs))], ...further(found)];
   const rows = clients.map(([name, one]) => {
     const zero = (one.zero_shot[split] ?? one.zero_shot[base])?.accuracy;
@@ -92,6 +93,6 @@ function resultTable(report, split, title) {
     const pairs = own.some(([, one]) => one.privacy) ? [] : pairsOf(evaluation, role, split);
     if (mean && own.length > 1) rows.push(cells(label, "", zero, mean, pairs));
   }
-  const columns = ["client", ...["zero-shot", `round ${report.round}`, "gain", ...(told ? ["macro-F1, ECE"] : [])].map((title) => ({ title, class: "number" }))];
+  const columns = ["client", ...["zero-shot", `round ${report.round}`, "gain", ...(told ? ["AUROC, majority", "macro-F1, ECE"] : [])].map((title) => ({ title, class: "number" }))];
   return table(`${title} after round ${report.round}`, columns, rows, { class: "results" });
 }

@@ -12,7 +12,7 @@ from promptfed.experiments.bench.protocols import TARGET, Protocol
 from promptfed.experiments.bench.runner import VARIANT, Bench, BenchRun, row_label
 from promptfed.sdk.output import size
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.metrics import Outcomes, calibration_error, class_accuracies, macro_f1
+from promptfed.shared.metrics import Outcomes, calibration_error, class_accuracies, largest_share, macro_f1
 from promptfed.shared.plain_text import markdown_cell, markdown_code
 
 ZERO_SHOT = "zero-shot"
@@ -178,20 +178,21 @@ def cell(row: TableRow, column: str, zero_shot: TableRow | None) -> str:
     return f"{text} {BELOW}" if compared and zero_shot is not None and value < zero_shot.mean(column) else text
 
 
-FIGURES = ("accuracy", "ece", "macro_f1", "worst_class", "sd_clients", "worst_client")
+FIGURES = ("accuracy", "majority", "auroc", "ece", "macro_f1", "worst_class", "sd_clients", "worst_client")
 
 
 class Measures(BaseModel):
     """Fractions of one entry (or variant) on one test set by seed.
 
-    ``accuracy``, ``macro_f1``, ``sd_clients`` and ``worst_client`` weight every client equally; ``ece`` and
-    ``worst_class`` are over all clients' images.
+    ``ece`` and ``worst_class`` are over all clients' images; the others weight every client equally.
     """
 
     label: str
     split: str
     seeds: list[int]
     accuracy: list[float]
+    majority: list[float]
+    auroc: list[float]
     ece: list[float]
     macro_f1: list[float]
     worst_class: list[float]
@@ -229,6 +230,8 @@ def figures(clients: Sequence[Outcomes]) -> dict[str, float]:
     predicted = [place[own.class_names[k]] for own in clients for k in own.predicted]
     return {
         "accuracy": fmean(accuracies),
+        "majority": fmean(largest_share(own.labels) for own in clients),
+        "auroc": fmean(areas) if (areas := [own.auroc for own in clients if own.auroc is not None]) else 0.5,
         "ece": calibration_error(sure, right),
         "macro_f1": fmean(macro_f1(own.labels, own.predicted) for own in clients),
         "worst_class": min(class_accuracies(labels, predicted).values()),
@@ -249,7 +252,18 @@ def _pooled(clients: Iterable[Outcomes]) -> tuple[list[float], list[bool]]:
 
 def measures_table(rows: Sequence[Measures]) -> list[str]:
     """The lines of the table in Markdown: percent, means over the seeds."""
-    header = ["method", "test set", "accuracy", "ECE", "macro-F1", "worst class", "sd of clients", "worst client"]
+    header = [
+        "method",
+        "test set",
+        "accuracy",
+        "majority",
+        "AUROC",
+        "ECE",
+        "macro-F1",
+        "worst class",
+        "sd of clients",
+        "worst client",
+    ]
     lines = [
         [markdown_cell(row.label), markdown_cell(row.split), *(_percent(getattr(row, name)) for name in FIGURES)]
         for row in rows

@@ -15,15 +15,13 @@ from typing import Any
 from promptfed.shared.methods.core.interface import Method, needs_torch_always
 from promptfed.shared.tensors import TensorSpec
 
-TINY, EMOJI = ("promptfed-tiny", "embedded"), ("promptfed-emoji", "embedded")
-FACTORS = {TINY: {"sgd": 10, "adamw": 100}, EMOJI: {"adamw": 100}}
+TINY, EMOJI, PHOTO = ((f"promptfed-{name}", "embedded") for name in ("tiny", "emoji", "photo"))
+FACTORS = {TINY: {"sgd": 10, "adamw": 100}, EMOJI: {"adamw": 100}, PHOTO: {"sgd": 10}}
 TOWER_FACTORS = {TINY: {"adam": 10, "adamw": 10}}  # of methods that train the image tower's weights
-CONTEXT_FACTOR = 5  # of CoOp's rate, on promptfed-tiny
 SMALL = 0.01  # rates from here on are not multiplied: they are of methods that scale them
 USUAL = 0.002  # the rate of methods that give none
 SWEPT = {
     TINY: {
-        "promptfl": 0.1,
         "fedvpt": 0.64,
         "fedvpt_deep": 2.0,
         "singleset_vpt": 0.64,
@@ -31,6 +29,7 @@ SWEPT = {
         "fedtaskres": 0.15,
     },
     EMOJI: {"fedmaple": 0.035, "fedclip": 0.002, "fedtaskres": 0.11},
+    PHOTO: {"fedtaskres": 0.12},
 }
 """Rates of their own. fedclip's is 0.2/d_e, and fedtaskres's 1.5/(α·scale), so a step moves a logit by 1.5 at most:
 for the usual d_e of 512 and scale of 100 they are the methods' defaults."""
@@ -67,8 +66,6 @@ def _rate(method: type[Method], backbone: tuple[str, str]) -> float | None:
         return None
     if "trainable" in fields:
         factor = TOWER_FACTORS.get(backbone, {}).get(optimizer)
-    elif (backbone, optimizer, given) == (TINY, "sgd", USUAL):
-        factor = CONTEXT_FACTOR
     return None if factor is None else float(f"{given * factor:.3g}")
 
 

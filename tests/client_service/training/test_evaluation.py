@@ -80,10 +80,10 @@ def test_variants_are_measured_beside_classifier(make: Make, source: Source, mon
     assert set(found["zero_shot"]) == {"test", "other"}
 
 
-def test_calibration_and_macro_f1_of_the_learned_classifier_go_with_its_accuracy(make: Make) -> None:
+def test_figures_of_the_learned_classifier_go_with_its_accuracy(make: Make) -> None:
     told: list[Outcomes] = []
     found = run(replace(make, given=make.given | {"record": told.append}), {"other": made_up_source(seed=6)})[-1]
-    assert set(found["zero_shot"]["test"]) == {"accuracy", "num_samples"}
+    assert set(found["zero_shot"]["test"]) == {"accuracy", "num_samples", "ece"}
     for split in ("test", "other"):
         answers = [one for one in told if one.split == split][-1]
         right = [a == b for a, b in zip(answers.labels, answers.predicted, strict=True)]
@@ -91,6 +91,10 @@ def test_calibration_and_macro_f1_of_the_learned_classifier_go_with_its_accuracy
         assert found["splits"][split]["macro_f1"] == pytest.approx(
             macro_f1(answers.labels, answers.predicted), abs=5.1e-5
         )
+        assert found["splits"][split]["auroc"] == pytest.approx(answers.auroc, abs=5.1e-5)
+        for figure, classes in (("majority", answers.labels), ("one_answer", answers.predicted)):
+            most = max(map(classes.count, classes)) / len(classes)
+            assert found["splits"][split][figure] == pytest.approx(most, abs=5.1e-5)
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])

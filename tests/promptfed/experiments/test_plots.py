@@ -96,7 +96,8 @@ ROWS = {
     "accuracy": table_of([BAD], [TableRow(BAD, ({BAD: 0.5},))]),
     "measures": measures_table([
         Measures(
-            label=BAD, split=BAD, seeds=[0], accuracy=[1], ece=[0], macro_f1=[1], worst_class=[1], sd_clients=[0],
+            label=BAD, split=BAD, seeds=[0], accuracy=[1], majority=[1], auroc=[1], ece=[0],
+            macro_f1=[1], worst_class=[1], sd_clients=[0],
             worst_client=[1],
         )
     ]),

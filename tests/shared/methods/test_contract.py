@@ -72,7 +72,7 @@ HEADS = {"head": "text", "projected": False}
 DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fedapt": ({"weighting": "uniform"}, {}),
     "fedclip": (
-        {"rounds": 20, "optimizer": "adam", "rate": 4e-4, "epochs": 1, "batch_size": 32, "weight_decay": 0},
+        {"rounds": 20, "optimizer": "adam", "rate": 4e-4, "epochs": 3, "batch_size": 32, "weight_decay": 0},
         {"start": "zero_shot"},
     ),
     "fedclipadapter": (ADAM | {"epochs": 5}, {"reduction": 4, "alpha": 0.2}),
