@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.shared.messages import Role
 from promptfed.shared.privacy.accounting import MOST_EPSILON
-from promptfed.shared.service.environment import CLIENT, is_of_a_link, unread_variables
+from promptfed.shared.service.environment import CLIENT, is_of_a_link, not_structured, unread_variables
 from promptfed.shared.service.net import addresses_of, check_addresses, is_loopback
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.spec.spec import NAME_PATTERN, Name
@@ -303,6 +303,8 @@ def make_settings(**given: Any) -> Settings:
         return Settings(**given)
     except ValidationError as error:
         raise ClientError(Exit.USAGE, "; ".join([one_line(error), *unread()])) from None
+    except SettingsError as error:
+        raise ClientError(Exit.USAGE, not_structured(error, CLIENT)) from None
 
 
 def unread() -> list[str]:

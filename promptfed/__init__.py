@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from promptfed.library.run import Connection, Federation, connect, run
     from promptfed.sdk.client import CommandError
     from promptfed.sdk.result import Accuracy
+    from promptfed.shared.clip import load_backbone
 
 # A checkout without symbolic links (a zip archive, Windows) has text files instead of the links beside this file. There
 # the three folders are found in the root of the repository.
@@ -40,6 +41,7 @@ _WHERE = {
     "Result": "promptfed.library.result",
     "Verification": "promptfed.export.verification",
     "connect": "promptfed.library.run",
+    "load_backbone": "promptfed.shared.clip",
     "run": "promptfed.library.run",
     "__version__": "promptfed.shared",
     "verify_export": "promptfed.export.verification",
@@ -54,6 +56,7 @@ __all__ = [
     "Result",
     "Verification",
     "connect",
+    "load_backbone",
     "run",
     "verify_export",
 ]

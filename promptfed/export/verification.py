@@ -13,6 +13,7 @@ from promptfed.export.adapted_model import AdaptedModel, weights_of
 from promptfed.export.export import open_backbone_of
 from promptfed.export.model_card import backbone_files, carries_backbone, described, markdown, snippet, version
 from promptfed.export.reading import OpenedExport, open_export, read_file
+from promptfed.sdk.arguments import checked
 from promptfed.sdk.backbone import resolve
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.api.export_card import (
@@ -43,6 +44,7 @@ class Verification:
     remarks: tuple[str, ...]
 
 
+@checked
 def verify_export(
     folder: Path | str,
     key: str | None,

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal
+
+from PIL.Image import Image
 
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
 from promptfed.experiments.bench.tables import figures
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of, weights_of
 from promptfed.export.export import ExportOptions, export, open_backbone_of
+from promptfed.sdk.arguments import all_checked
 from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.output import percent, remarks
 from promptfed.sdk.result import Accuracy, FederationResult
@@ -24,9 +27,6 @@ from promptfed.shared.messages import Role
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, check_class_names
 from promptfed.shared.tensors import Tensors
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 Column = Literal["adapted", "zero_shot"]
 
@@ -56,6 +56,7 @@ class Prediction:
         )
 
 
+@all_checked
 @dataclass(repr=False)
 class Result:
     """A federation after one round.
@@ -107,13 +108,10 @@ class Result:
         Raises:
             CommandError: there is no such role or column.
         """
-        _check(role, get_args(Role))
-        _check(column, get_args(Column))
         return _mean(_own(self.accuracies(), role), column)
 
     def curve(self, role: Role = "trainer") -> dict[int, float]:
         """The mean of ``role`` after each evaluated round. Raises CommandError if there is no such role."""
-        _check(role, get_args(Role))
         by_round: dict[int, list[Accuracy]] = {}
         for accuracy in _own(self.taken.accuracies(), role):
             by_round.setdefault(accuracy.round, []).append(accuracy)
@@ -232,11 +230,9 @@ HEAD = ["client", "role", "domain", "test set", "zero-shot", "adapted"]
 
 
 def _listed(names: Sequence[str] | None) -> tuple[str, ...] | None:
-    """The class names of a caller. Raises CommandError for a text, which is no list of names, and for a bad list."""
+    """The class names of a caller. Raises CommandError for a bad list."""
     if names is None:
         return None
-    if isinstance(names, (str, bytes)):
-        raise CommandError(f"class_names {names!r} is a text: give a list of names, as [{names!r}]", Exit.BAD_INPUT)
     try:
         return tuple(check_class_names(list(names)))
     except ValueError as error:
@@ -256,11 +252,6 @@ def _mean(rows: Sequence[Accuracy], column: Column) -> float | None:
     values = [row.accuracy if column == "adapted" else row.zero_shot for row in rows]
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def _check(given: str, known: Sequence[str]) -> None:
-    if given not in known:
-        raise CommandError(f"{given!r} is not known here: give {' or '.join(map(repr, known))}", Exit.BAD_INPUT)
 
 
 def _bytes(image: Image | Path | str | bytes) -> bytes:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+from pydantic import Field, InstanceOf
 from tqdm import tqdm
 
 from promptfed.experiments.bench.entries import RawSpec
@@ -21,7 +22,8 @@ from promptfed.experiments.simulation.simulation import simulate
 from promptfed.library.result import Result
 from promptfed.runtime.processes import Site
 from promptfed.sdk import operations
-from promptfed.sdk.backbone import open_backbone, resolve
+from promptfed.sdk.arguments import all_checked, checked
+from promptfed.sdk.backbone import open_backbone, resolve, spelt
 from promptfed.sdk.client import DEFAULT_URL, URL_VARIABLE, CommandError, Coordinator, Exit, open_coordinator
 from promptfed.sdk.progress import Snapshot, follow
 from promptfed.shared.clip import Backbone
@@ -31,21 +33,23 @@ from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.spec.spec import AllowedBackbones
 
-Data = Mapping[str, str | Source] | Sequence[str | Source]
+Opened = InstanceOf[Source]
+Data = Mapping[str, str | Opened] | Sequence[str | Opened]
 Methodlike = str | RawSpec | type[Method] | Method
 
 
+@checked
 def run(
     method: Methodlike,
     data: Data,
     *,
     unseen: Data = (),
-    tests: Mapping[str, str | Source] | None = None,
+    tests: Mapping[str, str | Opened] | None = None,
     domains: Mapping[str, str] | None = None,
-    backbone: Backbone | None = None,
+    backbone: Backbone | Mapping[str, Any] | str | None = None,
     backbone_file: Path | str | None = None,
     folder: Path | str | None = None,
-    pool: int = 1,
+    pool: Annotated[int, Field(ge=1)] = 1,
     device: str = "cpu",
     allow_backbone: AllowedBackbones = False,
     progress: bool | None = None,
@@ -62,7 +66,8 @@ def run(
         unseen: data of clients that only evaluate, such as a domain that nobody trains on.
         tests: further test sets of every training client, by name.
         domains: words for a client's images, by the client's name, as in ``{"neon": "a neon sign of a {}"}``.
-        backbone: the loaded frozen model (`load_backbone`); default: the spec's, loaded here.
+        backbone: the frozen model: a name (one of open_clip's has random weights), a mapping as in a run file, such as
+            ``{"model": "ViT-B-16", "pretrained": "openai"}``, or a loaded one (`load_backbone`).
         backbone_file: a file of the backbone's weights, or a folder with one, instead of a download.
         folder: a new folder for the state of coordinator and clients; default: a temporary one.
         pool: clients that compute at once.
@@ -76,9 +81,13 @@ def run(
     """
     sources, named = SharedSources(), _named(method)
     sites = _described(_all_sites(sources, data, unseen, tests or {}), domains or {})
-    resolved = resolve({"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named})
+    asked = {"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named}
+    resolved = resolve(asked | ({} if backbone is None else {"backbone": spelt(backbone)}))
     file = Path(backbone_file) if backbone_file is not None else None
-    model = backbone or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device, file=file)
+    model = backbone if isinstance(backbone, Backbone) else None
+    if model is not None and file is not None:
+        raise CommandError("backbone is loaded already: leave backbone_file out", Exit.BAD_INPUT)
+    model = model or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device, file=file)
     options: dict[str, Any] = {"pool": pool, "backbone": model, "sources": sources}
     options |= {"folder": Path(folder) if folder is not None else None}
     with _shown(progress, resolved.rounds) as show:
@@ -146,6 +155,7 @@ def _uri(sources: SharedSources, name: str, source: str | Source) -> str:
     return uri
 
 
+@checked
 def connect(url: str | None = None, *, token: str | None = None, token_file: Path | str | None = None) -> Connection:
     """A coordinator at ``url`` (default: $PROMPTFED_COORDINATOR, else loopback's port 8080) with its operator token.
 
@@ -168,6 +178,7 @@ def connect(url: str | None = None, *, token: str | None = None, token_file: Pat
     return Connection(open_coordinator(url, Path(token_file) if token_file is not None else None))
 
 
+@all_checked
 class Connection:
     """One coordinator as its operator sees it; close it, or use it in a ``with`` block."""
 
@@ -212,6 +223,7 @@ class Connection:
         return [Federation(self._api, view["id"]) for page in pages for view in page.json["federations"]]
 
 
+@all_checked
 class Federation:
     """One federation at a coordinator. Every call asks the coordinator; every refusal is a CommandError."""
 
@@ -237,7 +249,7 @@ class Federation:
         pages = self._api.run(operations.list_clients(self.id))
         return [client for page in pages for client in page.json["clients"]]
 
-    def enrolment_token(self, uses: int = 1) -> str:
+    def enrolment_token(self, uses: Annotated[int, Field(ge=1)] = 1) -> str:
         """A fresh token with which ``uses`` clients can enrol."""
         return self._api.send(operations.mint_token(self.id, uses)).view.token
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from promptfed.sdk.client import CommandError, Exit, offences
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
+from promptfed.shared.clip.embedded import EMBEDDED
 from promptfed.shared.clip.weights import permits
 from promptfed.shared.methods import check_fits, method_for, resolve_spec
 from promptfed.shared.methods.core.interface import Method, MethodError, NeedsBackbone, ServerContext
@@ -32,6 +33,17 @@ def resolve(raw: Mapping[str, Any] | FederationSpec) -> FederationSpec:
         return resolve_spec(dict(raw))
     except SpecError as error:
         raise CommandError(offences(error.errors), Exit.BAD_INPUT) from None
+
+
+def spelt(backbone: Backbone | Mapping[str, Any] | str) -> dict[str, Any]:
+    """The backbone as a spec names it: a loaded one's model and weights; a name's own weights, or random ones."""
+    if isinstance(backbone, str):
+        own = EMBEDDED.get(backbone)
+        return {"model": backbone, "pretrained": own and own.PRETRAINED}
+    if isinstance(backbone, Mapping):
+        return dict(backbone)
+    weights = backbone.pretrained or "random"
+    return {"model": backbone.model_name, "pretrained": weights, "precision": backbone.precision}
 
 
 def with_backbone(spec: FederationSpec, allow_backbone: AllowedBackbones) -> tuple[FederationSpec, bytes | None]:

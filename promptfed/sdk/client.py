@@ -181,6 +181,8 @@ class Coordinator:
         Raises:
             CommandError: the coordinator cannot be reached, or it refused; the text has the problem's detail and path.
         """
+        if self.is_closed:
+            raise CommandError(f"the connection to {self.url} is closed: connect again", Exit.BAD_INPUT)
         try:
             return _answer(request, self._response(request))
         except PASSING as error:

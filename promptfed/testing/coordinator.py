@@ -10,10 +10,13 @@ from typing import Any, cast
 
 import httpx
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.settings import Settings
+from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared.spec.spec import SpecError
 from promptfed.testing.clients import PATIENCE, ScriptedClient, bearer, spec
 
 
@@ -116,7 +119,10 @@ class RealCoordinator(OperatorCalls):
 
     def __init__(self, folder: Path | str, **options: Any):
         folder = Path(folder)
-        self.settings = Settings(data_dir=folder, **options)
+        try:
+            self.settings = Settings(data_dir=folder, **options)
+        except ValidationError as error:
+            raise CommandError(str(SpecError.from_validation(error)), Exit.BAD_INPUT) from None
         self.app = create_app(self.settings)
         self.http = self.serve()
         token = self.settings.operator_token_file or folder / "operator.token"

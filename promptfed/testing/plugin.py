@@ -11,6 +11,7 @@ import pytest
 
 from promptfed.library.result import Result
 from promptfed.library.run import Methodlike, run
+from promptfed.sdk.arguments import checked
 from promptfed.testing.clients import ScriptedClient, drive
 from promptfed.testing.coordinator import LocalCoordinator, local_coordinator
 
@@ -62,6 +63,7 @@ def enrolled(coordinator: LocalCoordinator) -> Enrol:
     The names default to two clients. The other arguments are keys of the federation's spec.
     """
 
+    @checked
     def make(*names: str, **changes: Any) -> EnrolledFederation:
         federation = coordinator.create(**changes)
         return EnrolledFederation(

@@ -456,7 +456,7 @@ def _published_preparation(model: str) -> dict[str, Any]:
 def expect_device(device: str) -> None:
     """Raise BackboneError if torch cannot compute on ``device``."""
     try:
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         gpus = torch.cuda.device_count()
         if not re.fullmatch(r"cpu|cuda(:\d+)?", device):

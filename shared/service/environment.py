@@ -51,3 +51,9 @@ def unread_variables(settings: Mapping[str, Iterable[str]]) -> list[str]:
             near = get_close_matches(name, sorted(known), n=1)
             lines.append(f"nothing reads the variable {given}" + (f": did you mean {near[0]}?" if near else ""))
     return lines
+
+
+def not_structured(error: Exception, prefix: str) -> str:
+    """A line for a variable whose setting has several values, of pydantic's error."""
+    field = re.findall('"(\\w+)"', str(error))[:1]
+    return f'{prefix}{"".join(field).upper()} is no list: write JSON, as in ["one", "two"]'

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, ClassVar
 
-from pydantic_settings import BaseSettings, CliSettingsSource
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from promptfed.shared.plain_text import plain
+from promptfed.shared.service.reasons import Exit
 
 
 class SettingsHelp(argparse.RawDescriptionHelpFormatter):
@@ -34,7 +36,11 @@ def given_settings(settings: type[BaseSettings], program: str, arguments: list[s
         formatter_class=SettingsHelp,
     )
     source.env_ignore_empty = False  # An option without a value is given, unlike an empty variable.
-    return source(args=True if arguments is None else arguments)()
+    try:
+        return source(args=True if arguments is None else arguments)()
+    except SettingsError as error:  # of a list that does not end, for one
+        print(f"{program}: {error}", file=sys.stderr)
+        sys.exit(Exit.USAGE)
 
 
 ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,21 @@ def test_every_variable_that_the_tree_names_is_known() -> None:
     }
     assert said <= known, sorted(said - known)
     assert {re.sub("^PROMPTFED_", "", name) for name in said} >= {*SINGLE} - {"COORDINATOR_TARGET"}
+
+
+@pytest.mark.parametrize("name", sorted(ClientSettings.model_fields))
+def test_no_value_of_a_variable_is_a_traceback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = {"coordinator": "http://127.0.0.1:1", "federation": "f", "name": "a", "data": "digits"}
+    for value in ("a=digits", '{"a": [', "\u0663"):
+        monkeypatch.setenv(f"PROMPTFED_CLIENT_{name.upper()}", value)
+        with suppress(ClientError):  # some settings take any text
+            make_settings(**{key: text for key, text in needed.items() if key != name})
+
+
+def test_a_list_in_a_variable_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"coordinator": "http://127.0.0.1:1", "federation": "f", "name": "a", "data": "digits"}
+    monkeypatch.setenv("PROMPTFED_CLIENT_TEST", '["b=digits"]')
+    assert make_settings(**given).tests == {"b": "digits"}
+    monkeypatch.setenv("PROMPTFED_CLIENT_TEST", "b=digits")
+    with pytest.raises(ClientError, match="PROMPTFED_CLIENT_TEST is no list: write JSON"):
+        make_settings(**given)
