@@ -319,6 +319,8 @@ ROUNDING = 1e-9  # tolerance for a share times a number
 def check_rule(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError if the rule of ``spec.aggregation`` does not suit the method or the number of updates."""
     check_means(method, spec)
+    if spec.aggregation.weighting == "uniform" and spec.aggregation.max_weight_share not in (None, 1.0):
+        raise MethodError("max_weight_share has no effect here (all weigh the same); leave it out")
     part, given, needed = spec.participation, spec.aggregation, least_updates(spec.aggregation)
     # With f = floor(tolerate * K), a condition that holds for the fewest updates holds for more.
     asked = sample_size(part.fraction, part.min_clients, spec.secure_aggregation)

@@ -172,7 +172,7 @@ def test_each_option_changes_the_outcome_or_is_refused(
     case: str, world: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = case.strip()
-    command = COMMANDS.get(path) or typer.main.get_command(app).commands[path]  # type: ignore[attr-defined]
+    command = COMMANDS.get(path) or typer.main.get_command(app).commands[path]
     options = [option for option in command.params if option.param_type_name == "option" and option.name != "help"]
     names = {option.name for option in options}
     at = ["--coordinator", world["url"], "--token-file", world["token"]] if names >= {*OPERATOR} else []
@@ -180,7 +180,7 @@ def test_each_option_changes_the_outcome_or_is_refused(
         at = []
     given = [part.format(**world) for part in BASES[case]]
     wanted = outcome([*path.split(), *given, *at], tmp_path / "base", monkeypatch)
-    assert wanted[0] == 0, wanted  # type: ignore[index]
+    assert wanted[0] == 0, wanted
     idle = []
     for option in options:
         value = VALUES.get(option.name) or [option.opts[0]]
