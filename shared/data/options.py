@@ -36,6 +36,9 @@ CUTTING_OPTIONS = frozenset(COMMON_OPTIONS) - {"split_seed"}  # options that do 
 _PARTITION_OPTIONS = ("alpha", "clients", "client", "classes_per_client", "partition_seed")
 _DIVISION = tuple(name for name in COMMON_OPTIONS if name != "client")  # clients with equal values share parts
 
+MOST = 2**31 - 1  # of a whole number: a seed or a count
+MOST_DRAWN = 1000  # pictures of each class that a source draws: some of them fit into memory
+
 UNKNOWN = -1  # of several labels of an image: whether the class is present
 
 Role = Literal["trainer", "evaluator", "tests"]  # tests: a further test set, whose training images nobody uses
@@ -94,8 +97,8 @@ class Options:
             raise DataError(f"{self.uri}: {name}={value} is not known; choose one of {', '.join(known)}.")
         return value
 
-    def integer(self, name: str, default: int | None = None, least: int = 0) -> int | None:
-        """The option as a whole number of at least ``least``."""
+    def integer(self, name: str, default: int | None = None, least: int = 0, most: int = MOST) -> int | None:
+        """The option as a whole number from ``least`` to ``most``."""
         text = self.values.get(name)
         if text is None:
             return default
@@ -105,6 +108,8 @@ class Options:
             raise DataError(f"{self.uri}: {name}={text} is not a whole number; write one, as in {name}=8.") from None
         if value < least:
             raise DataError(f"{self.uri}: {name}={value} is less than {least}.")
+        if value > most:
+            raise DataError(f"{self.uri}: {name}={value} is more than {most}, the most that is taken.")
         return value
 
     def number(self, name: str, default: float | None = None) -> float | None:

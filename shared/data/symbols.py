@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from promptfed.shared.data.classes import SYMBOLS, TOPIC_TEMPLATES, TOPICS, Symbol
-from promptfed.shared.data.options import Options
+from promptfed.shared.data.options import MOST_DRAWN, Options
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split
 from promptfed.shared.files import write_whole
 from promptfed.shared.machine import own_folder, user_cache
@@ -420,8 +420,8 @@ def open_symbols(body: str, options: Options) -> Source:
         raise DataError(f"{options.uri}: unknown domain {style}; symbols has {', '.join(STYLES)}.")
     topic = options.choice("topic", TOPICS)
     chosen = [s for s in SYMBOLS if topic is None or s.topic == topic]
-    per_class = options.integer("per_class", PER_CLASS, least=1) or PER_CLASS
-    test_per_class = options.integer("test_per_class", TEST_PER_CLASS, least=1) or TEST_PER_CLASS
+    per_class = options.integer("per_class", PER_CLASS, 1, MOST_DRAWN) or PER_CLASS
+    test_per_class = options.integer("test_per_class", TEST_PER_CLASS, 1, MOST_DRAWN) or TEST_PER_CLASS
     test_seed = options.integer("test_seed", 0)
     return Source(
         uri=options.uri,

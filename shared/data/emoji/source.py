@@ -308,6 +308,7 @@ def domain_of(styles: list[str]) -> ImageDomain:
 
 SCENE_OPTIONS = ("count", "test_count", "seed", "purpose")
 COUNT, TEST_COUNT = 1000, 500
+MOST_SCENES = 20_000  # of 12 kB each
 MOST = 5  # things in a scene
 _SIDES = (22, 38)  # least and largest side of a thing in a scene of SIZE x SIZE pixels
 _NOISE = 20.0  # standard deviation of a pixel's noise, of 255
@@ -332,8 +333,8 @@ def open_scenes(body: str, options: Options) -> Source:
     if lacking:
         raise DataError(f"{options.uri}: {', '.join(styles)} has no {lacking[0]} to draw scenes of; add a style.")
     seed = derive_seed(options.integer("seed", 0) or 0, "emoji-scenes", "+".join(styles))
-    count = options.integer("count", COUNT, least=1) or COUNT
-    test_count = options.integer("test_count", TEST_COUNT, least=1) or TEST_COUNT
+    count = options.integer("count", COUNT, 1, MOST_SCENES) or COUNT
+    test_count = options.integer("test_count", TEST_COUNT, 1, MOST_SCENES) or TEST_COUNT
     return Source(
         uri=options.uri,
         class_names=names,

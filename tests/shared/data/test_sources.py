@@ -21,6 +21,7 @@ from promptfed.shared.data import DataError, Source, open_source, public_sets, s
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.data.folder import contact_sheet
 from promptfed.shared.data.image_files import image_digest, read_image
+from promptfed.shared.data.options import Options
 from promptfed.shared.data.partition import class_counts, strata
 from promptfed.shared.data.registry import SharedSources, class_names_of
 from promptfed.shared.spec.spec import TrainingSpec
@@ -392,6 +393,28 @@ def test_a_class_folder_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 
 def pixels(split: object, index: int) -> np.ndarray:
     return np.asarray(split.image(index))
+
+
+@pytest.mark.parametrize(
+    ("uri", "most"),
+    [
+        ("symbols:neon?per_class=", 1000),
+        ("symbols:neon?test_per_class=", 1000),
+        ("symbols:neon?test_seed=", 2**31 - 1),
+        ("emoji-scenes:flat?count=", 20_000),
+        ("emoji-scenes:flat?test_count=", 20_000),
+        *((f"digits?{name}=", 2**31 - 1) for name in ("shots", "split_seed", "min_per_class", "validation_seed")),
+        *((f"digits?partition=iid&{name}=", 2**31 - 1) for name in ("clients", "client", "partition_seed")),
+    ],
+)
+def test_whole_numbers_have_a_bound(uri: str, most: int) -> None:
+    """`per_class=99999999` took all memory."""
+    name = uri.rpartition("&")[2].rpartition("?")[2].removesuffix("=")
+    options = Options.parse(uri, f"{name}={most}")
+    assert options.integer(name, most=most) == most
+    needed = {"validation_seed": "&validation=0.5", "client": "&clients=2", "partition_seed": "&clients=2&client=0"}
+    with pytest.raises(DataError, match=f"{name}={most + 1} is more than {most}, the most"):
+        open_source(f"{uri}{most + 1}{needed.get(name, '')}")
 
 
 def test_names_and_glyphs_are_distinct_and_plain() -> None:
