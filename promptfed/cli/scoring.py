@@ -493,9 +493,9 @@ class ScoreFigures(BaseModel):
     trained_on: int | None = None
     ece: float
     macro_f1: float
-    majority: float
+    majority: float | None = None
     auroc: float | None = None
-    one_answer: float
+    one_answer: float | None = None
     worst_class: str
     worst_class_accuracy: float
     zero_shot: ScoreFigures | None = None

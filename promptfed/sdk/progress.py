@@ -180,21 +180,25 @@ def result_table(accuracies: Sequence[Accuracy], title: str) -> Table:
         members = [row for row in accuracies if row.role == role and row.split == "test"]
         for row in members:
             name = row.client if role == "trainer" else f"unseen: {row.domain or row.client}"
-            rows.append([name, row.domain or "-", *_cells(row.zero_shot, row.accuracy), *map(percent, beside(row))])
+            rows.append([name, row.domain or "-", *_cells(row.zero_shot, row.accuracy), _pair(beside(row))])
         if len(members) > 1:
             template = [row.zero_shot for row in members if row.zero_shot is not None]
             adapted = fmean(row.accuracy for row in members)
             means = [_mean(values) for values in zip(*map(beside, members), strict=True)]
             cells = _cells(fmean(template) if template else None, adapted)
-            rows.append([f"mean of {label}", "", *cells, *map(percent, means)])
+            rows.append([f"mean of {label}", "", *cells, _pair(means)])
     told = any(row.majority is not None for row in accuracies)
-    columns = ["client", "domain", "zero-shot", "federated", "gain", "AUROC", "majority"]
+    columns = ["client", "domain", "zero-shot", "federated", "gain", "AUROC, most"]
     return table(title, columns, rows) if told else table(title, columns[:5], [row[:5] for row in rows])
 
 
 def beside(row: Accuracy) -> tuple[float | None, float | None]:
-    """What an accuracy is read with: the AUROC and the majority's share."""
+    """What an accuracy is read with: the AUROC and the most frequent class's share."""
     return row.auroc, row.majority
+
+
+def _pair(values: Sequence[float | None]) -> str:
+    return ", ".join("-" if value is None else f"{100 * value:.1f}" for value in values)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -47,7 +47,7 @@ DEMOS: dict[str, Demo] = {
         unseen=("sketchbook", "symbols:sketch"),
         batch_size=64,
         method="fedtaskres",
-        others={"fedclipadapter": 23, "promptfl": 10},
+        others={"fedclipadapter": 24, "promptfl": 8},
         class_names=tuple(symbol.name for symbol in SYMBOLS),
     ),
     "emoji": Demo(
