@@ -12,7 +12,7 @@ import typer
 from promptfed.cli.app import app, with_options
 from promptfed.cli.common import Json
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import console, expect_suffix, listing, print_json, say, table
+from promptfed.sdk.output import console, expect_suffix, listing, note, print_json, say, table
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import counted, look_alikes, plain, quoted
 from promptfed.shared.service.reasons import why
@@ -68,7 +68,7 @@ def show(
     uri: Annotated[str, typer.Argument(help="data URI, as in emoji:flat")],
     out: Annotated[Path, typer.Option(help="the picture's file, .png")] = Path("sheet.png"),
     count: Annotated[int, typer.Option(min=1, help="images that are shown, spread over the classes")] = 48,
-    part: Annotated[str, typer.Option(help="train, test or all")] = "all",
+    part: Annotated[str | None, typer.Option(help="train or test; default: both")] = None,
     role: Annotated[Literal["trainer", "evaluator"], typer.Option(help="what the data are for")] = "trainer",
     as_json: Json = False,
 ) -> None:
@@ -78,21 +78,23 @@ def show(
     from promptfed.shared.data.pixels import scale_text
     from promptfed.shared.data.source import joined
 
-    if part not in ("train", "test", "all"):
-        raise CommandError(f"there is no part {part!r}: use train, test or all", Exit.BAD_INPUT)
+    if part not in (None, "train", "test"):
+        raise CommandError(f"there is no part {part!r}: use train or test", Exit.BAD_INPUT)
     expect_suffix(out, ".png", "a PNG picture")
     with _listing_problems(uri, as_json):
         source = open_source(uri, role)
-        parts = {
-            name: split for name, split in (("train", source.train), ("test", source.test)) if part in (name, "all")
-        }
+        both = {"train": source.train, "test": source.test}
+        if part is None and (why_not := _untrainable(source)):
+            note(f"Training images are not shown: {plain(why_not)}")
+            part = "test"
+        parts = both if part is None else {part: both[part]}
         split = joined(*parts.values())
         if not len(split):
-            raise CommandError(f"{uri} has no image in {part}: give --part test", Exit.BAD_INPUT)
+            raise CommandError(f"{uri} has no image in {part or 'train and test'}: give --part test", Exit.BAD_INPUT)
         alike_rows = _copies(split) if uri.partition(":")[0] in OF_FILES else []
         notes = [name for name, own in parts.items() for _ in range(len(own))]
         sheet = contact_sheet(split, source.class_names, count, notes, [row for group in alike_rows for row in group])
-    places = [f"{note}: {split.path(row) or f'image {row}'}" for row, note in enumerate(notes)]
+    places = [f"{kind}: {split.path(row) or f'image {row}'}" for row, kind in enumerate(notes)]
     _save(sheet, out)
     counts, alike = _counts(source), look_alikes(source.class_names)
     if as_json:
@@ -149,6 +151,16 @@ def _counts(source: Source) -> dict[str, dict[str, int]]:
     if labels.ndim == 2:
         counts["unknown"] = (labels < 0).sum(0).tolist()
     return {name: {part: of[k] for part, of in counts.items()} for k, name in enumerate(names)}
+
+
+def _untrainable(source: Source) -> str:
+    """Why the first training image is not shown, as of a source that is only to be tested on; empty if it is."""
+    try:
+        if len(source.train):
+            source.train.image(0)
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def _copies(split: Split) -> list[list[int]]:

@@ -84,3 +84,11 @@ def test_how_grey_pictures_are_read_is_told(tmp_path: Path) -> None:
     assert "Grey pictures of more than 8 bits are read as 12 bits." in show(uri, tmp_path).output
     assert json.loads(show(f"{uri}?grey=13", tmp_path, "--json").stdout)["grey"] == [0, 8191]
     assert json.loads(show(write(tmp_path / "e"), tmp_path, "--json").stdout)["grey"] is None
+
+
+def test_a_source_that_is_only_tested_on_shows_its_test_images(tmp_path: Path, captions: list[str]) -> None:
+    done = show("emoji:fxemoji?level=names", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "Training images are not shown: at level=names" in done.stderr
+    assert {caption.split("\n")[-1] for caption in captions} == {"test"}
+    assert "there is no part 'all': use train or test" in show("digits", tmp_path, "--part", "all").output
