@@ -228,6 +228,11 @@ class Settings(BaseSettings):
                 )
         if self.delete_private and not self.withdraw:
             raise ValueError("--delete-private goes with --withdraw")
+        if self.client_key is not None and self.client_cert is None:
+            raise ValueError("--client-key goes with --client-cert")
+        modes = [f"--{name}" for name in ("check", "withdraw", "fingerprint", "sent") if getattr(self, name)]
+        if len(modes) > 1:
+            raise ValueError(f"{' and '.join(modes)} are different things: give one")
         if not is_loopback(self.api_host) and self.api_token_file is None:
             raise ValueError(f"an API on {self.api_host} needs --api-token-file: only loopback is open to all")
         return self

@@ -493,5 +493,8 @@ def test_several_addresses_are_one_setting(tmp_path: Path, monkeypatch: pytest.M
     for empty in ("name", "state_dir", "data"):
         with pytest.raises(ClientError, match=f"--{empty.replace('_', '-')} is empty"):
             make_settings(**{"coordinator": "http://127.0.0.1:1", "federation": "f", "data": "digits", empty: ""})
+    for idle, told in (({"client_key": "k"}, "goes with --client-cert"), ({"check": True, "sent": True}, "give one")):
+        with pytest.raises(ClientError, match=told):
+            make_settings(**given, **idle)
     with pytest.raises(ClientError, match="'c' is not an address"):
         make_settings(**given, coordinator=f"{A},c")
