@@ -43,6 +43,8 @@ Model = TypeVar("Model", bound=BaseModel)
 ROUTES: dict[tuple[str, str], APIRoute] = {}
 """By verb and the last part of the path, which no two of them share."""
 FEDERATION = "/v1/federations/{federation}"
+ROLE = "Promptfed-Role"
+"""The header by which a page knows what its operator may do."""
 
 
 def endpoint_of(scope: Scope) -> Endpoint | None:
@@ -170,7 +172,10 @@ def _who_may(role: OperatorRole, scheme: HTTPBearer) -> Callable[..., Awaitable[
     """A dependency: the operator that calls. Refuses operators with a lower role."""
 
     async def operator(
-        request: Request, registry: RegistryOf, _: HTTPAuthorizationCredentials | None = Depends(scheme)
+        request: Request,
+        response: Response,
+        registry: RegistryOf,
+        _: HTTPAuthorizationCredentials | None = Depends(scheme),
     ) -> OperatorCaller:
         caller = await authenticate(request, registry, _bearer(request))
         if not isinstance(caller, OperatorCaller):
@@ -178,6 +183,7 @@ def _who_may(role: OperatorRole, scheme: HTTPBearer) -> Callable[..., Awaitable[
         if LEVELS[caller.role] < LEVELS[role]:
             raise WrongRole(f"this call takes the role {role}; {caller.name} has the role {caller.role}")
         audit.actor.set(audit.Actor(caller.name, caller.role, address_of(request)))
+        response.headers[ROLE] = caller.role
         _expect_known_query(request)
         return caller
 

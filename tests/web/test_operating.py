@@ -361,15 +361,20 @@ def test_tokens_withdrawal_and_deletion(coordinator: InThread, visited: Visit) -
     joined = coordinator.client("styles", "c").enrol(invitation.token)
     assert joined.status_code == 201, joined.text
     tokens = page.get_by_role("region", name="Invited sites")
-    expect(tokens.get_by_role("row", name="ward-3")).to_contain_text("trainsjoined: c1 of 2 used")
+    expect(tokens.get_by_role("row", name="ward-3")).to_contain_text("trainsjoined: c1 of 2 sites joined with it")
     expect(tokens.get_by_role("row", name="ward-4")).to_contain_text("has not joined yet")
     page.get_by_role("button", name="Revoke ward-3").click()
     page.get_by_role("button", name="Revoke it").click()
     expect(page.get_by_role("row", name="ward-3")).to_have_count(0)
     page.reload()  # nothing shows an invitation again
-    visited.sign_in()
     expect(page.get_by_role("row", name="ward-4")).to_be_visible()
     expect(page.get_by_text("shown only now")).to_have_count(0)
+    expect(page.get_by_text("An invitation is shown only once.")).to_be_visible()
+    page.get_by_role("button", name="Make ward-4 anew").click()
+    again = decode_invitation(page.get_by_label("Invitation for ward-4, shown only now").input_value())
+    assert coordinator.client("styles", "d").enrol(again.token).status_code == 201
+    expect(page.get_by_role("row", name="ward-4")).to_contain_text("joined: d")
+    expect(page.get_by_role("button", name="Make ward-4 anew")).to_have_count(0)
 
     tab(page, "Clients")
     page.get_by_text("Take a client out").click()
@@ -433,11 +438,94 @@ def test_all_can_be_taken_away_and_the_export_is_one(coordinator: InThread, visi
     assert {path.name for path in folder.iterdir()} == {"prompts.safetensors", "card.json", "card.json.sig", "card.md"}
 
 
-def test_a_viewer_is_told_so_and_stays_signed_in(coordinator: InThread, visited: Visit) -> None:
+def test_whether_all_sites_are_invited_follows_from_the_sites(coordinator: InThread, visited: Visit) -> None:
+    coordinator.create(name="styles", participation={"min_clients": 2})
+    page = visited.page
+    visited.open()
+    visited.sign_in()
+    page.get_by_role("button", name="Leave out site-2").click()
+    page.get_by_label("Name of site 1").fill("ward")
+    address = page.get_by_label("Address at which the sites reach this coordinator")
+    expect(address).to_be_visible()  # of this machine alone, as the page's own is
+    address.fill("https://hospital.example:8443")
+    page.get_by_role("button", name="Create 1 invitation").click()
+    made = decode_invitation(page.get_by_label("Invitation for ward, shown only now").input_value())
+    assert made.coordinator == "https://hospital.example:8443"
+    expect(page.get_by_text("1 more site must be invited before it can start.")).to_be_visible()
+    page.get_by_role("button", name="Add a site").click()
+    page.get_by_role("button", name="Create 1 invitation").click()
+    expect(page.get_by_text("Every site of the plan is invited.")).to_be_visible()
+    page.get_by_role("button", name="Revoke ward").click()
+    page.get_by_role("button", name="Revoke it").click()
+    expect(page.get_by_label("Name of site 1")).to_have_value("ward")  # it can be invited again
+    page.get_by_role("button", name="Create 1 invitation").click()
+    expect(page.get_by_text("Every site of the plan is invited.")).to_be_visible()
+
+
+def test_a_click_shows_that_it_is_worked_on_and_times_go_on(coordinator: InThread, visited: Visit) -> None:
+    federation = coordinator.create(name="styles", participation={"min_clients": 2})
+    coordinator.enrol(federation, "a", "b")
+    page = visited.page
+    waiting: list[Route] = []
+    page.route("**/start", lambda route: waiting.append(route))
+    visited.open()
+    visited.sign_in()
+    page.get_by_role("button", name="Start", exact=True).click()
+    busy = page.locator(".status .acts[aria-busy=true]")
+    expect(busy).to_be_visible()
+    waiting[0].continue_()
+    expect(page.get_by_role("button", name="Pause")).to_be_visible()
+    expect(busy).to_have_count(0)
+    coordinator.post(f"{federation}/cancel")
+    expect(page.locator(".status .badge")).to_have_text("cancelled")  # nothing is asked for from here on
+    tab(page, "Clients")
+    seen = page.get_by_role("row", name="a trainer").locator("time[data-since]")
+    before = seen.inner_text()
+    page.wait_for_function("before => document.querySelector('time[data-since]').textContent !== before", arg=before)
+
+
+def test_sites_follow_the_number_of_sites(coordinator: InThread, visited: Visit) -> None:
+    federation = finished(coordinator, "styles")
+    page = visited.page
+    for number, names in (("3", ["a", "b", "site-1", "referee"]), ("1", ["a", "referee"])):
+        visited.open(f"/#/new/{federation}")
+        if number == "3":
+            visited.sign_in()
+        else:
+            page.reload()
+        expect(page.get_by_label("Name", exact=True)).to_have_value("styles-2")
+        page.get_by_label("Name", exact=True).fill(f"again-{number}")
+        page.get_by_label("How many sites").fill(number)
+        page.get_by_role("button", name="Create", exact=True).click()
+        expect(page.get_by_role("heading", level=1)).to_have_text(f"again-{number}")
+        sites = page.get_by_role("list", name="Sites to invite").get_by_role("textbox")
+        expect(sites).to_have_count(len(names))
+        assert [sites.nth(at).input_value() for at in range(len(names))] == names
+
+
+def test_a_viewer_sees_what_operators_may_do(coordinator: InThread, visited: Visit) -> None:
+    federation = finished(coordinator, "styles")
+    coordinator.create(name="next")
+    minted = coordinator.post("/v1/operators", {"name": "watcher", "role": "viewer"}, status=201)
+    page = visited.page
+    visited.open("/#/federations/next")
+    page.get_by_label("Operator token").fill(minted["token"])
+    page.keyboard.press("Enter")
+    for name in ("Start", "Cancel", "Add a site", "Create 2 invitations"):
+        expect(page.get_by_role("button", name=name, exact=True)).to_be_disabled()
+    page.goto(f"{coordinator.url}/#/new")
+    expect(page.get_by_role("button", name="Create", exact=True)).to_be_disabled()
+    page.goto(f"{coordinator.url}/#/federations/{federation}")
+    expect(page.get_by_role("button", name="Download the result", exact=True)).to_be_enabled()
+    expect(page.get_by_role("button", name="Delete", exact=True)).to_be_disabled()
+
+
+def test_a_role_that_has_changed_is_told_and_the_session_stays(coordinator: InThread, visited: Visit) -> None:
     coordinator.create(name="styles")
     minted = coordinator.post("/v1/operators", {"name": "watcher", "role": "viewer"}, status=201)
     page = visited.page
     visited.open()
+    page.route("**/federations?limit=1", lambda route: route.fulfill(json={"federations": [], "next": None}))
     page.get_by_label("Operator token").fill(minted["token"])
     page.keyboard.press("Enter")
     page.get_by_role("button", name="Cancel").click()
@@ -599,17 +687,24 @@ def test_nothing_scrolls_sideways_and_the_dark_is_dark(browser: Browser, coordin
     made.page.context.close()
 
 
-def test_reloading_forgets_the_token_and_signing_out_too(coordinator: InThread, visited: Visit) -> None:
+def test_reloading_keeps_the_token_for_the_tab_and_signing_out_forgets_it(
+    coordinator: InThread, visited: Visit
+) -> None:
     enrolled(coordinator, "a", "b")
     page = visited.page
     visited.open()
     visited.sign_in()
     expect(page.get_by_role("heading", level=1)).to_have_text("styles")
     page.reload()
-    expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
-    visited.sign_in()
     expect(page.get_by_role("heading", level=1)).to_have_text("styles")
+    assert page.evaluate("localStorage.length") == 0
+    with page.context.new_page() as other:
+        other.goto(page.url)
+        expect(other.get_by_role("heading", level=1)).to_have_text("Sign in")
     page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+    assert page.evaluate("sessionStorage.length") == 0
+    page.reload()
     expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
     expect(page.get_by_text("styles")).to_have_count(0)
 

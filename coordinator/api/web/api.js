@@ -1,4 +1,4 @@
-// The coordinator's API. The token lives in this object, in memory, and travels in a header: never in an address.
+// The coordinator's API. The token lives in this object, and travels in a header: never in an address.
 
 import { Group } from "./group.js";
 

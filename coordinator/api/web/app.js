@@ -5,7 +5,7 @@ import { Api, Refused } from "./api.js";
 import { destroyAll } from "./charts.js";
 import { Compare } from "./compare.js";
 import { Create } from "./create.js";
-import { fill, h } from "./dom.js";
+import { caller, fill, h } from "./dom.js";
 import { Federation } from "./federation.js";
 import { List } from "./list.js";
 import { signIn } from "./signin.js";
@@ -15,6 +15,7 @@ const main = document.getElementById("main");
 const signOut = document.getElementById("sign-out");
 const link = document.getElementById("link");
 const TITLE = "promptfed";
+const KEPT = "promptfed operator token";
 
 let session = null;
 
@@ -100,18 +101,22 @@ function showLink(state, text) {
 function leave(remark = "") {
   session?.end();
   session = null;
+  sessionStorage.removeItem(KEPT);
   signOut.hidden = true;
   welcome(remark);
 }
 
 function welcome(remark) {
-  signIn(main, remark, async (token) => {
-    const api = new Api(token);
-    await api.get("/v1/federations?limit=1");
-    session = new Session(api);
-    signOut.hidden = false;
-    await session.begin();
-  });
+  signIn(main, remark, enter);
+}
+
+async function enter(token) {
+  const api = new Api(token);
+  caller.role = (await api.file("/v1/federations?limit=1")).headers.get("Promptfed-Role");
+  sessionStorage.setItem(KEPT, token);
+  session = new Session(api);
+  signOut.hidden = false;
+  await session.begin();
 }
 
 signOut.addEventListener("click", () => leave());
@@ -120,4 +125,6 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   main.focus();
 });
-welcome("");
+const kept = sessionStorage.getItem(KEPT);
+if (kept === null) welcome("");
+else enter(kept).catch((error) => (error.status === 401 ? leave("You have been signed out.") : welcome(error.message)));

@@ -1,7 +1,7 @@
 // Who takes part, and whose answers were refused or did not count, with the reason; taking one out.
 
-import { Acts, announce, ask, fill, h, offer, panel, table } from "./dom.js";
-import { ago, clock, counted, figure } from "./format.js";
+import { Acts, announce, ask, fill, h, offer, panel, since, table } from "./dom.js";
+import { clock, counted, figure } from "./format.js";
 import { ENDED } from "./status.js";
 
 const MOST = 50;
@@ -85,7 +85,7 @@ function clientTable(clients, state) {
   const rows = clients.map((one) => [
     [one.name, h("small", { class: "under" }, [one.role, one.domain?.name, one.device].filter(Boolean).join(" · "), standing(one, state))],
     one.num_samples.toLocaleString("en"),
-    ago(one.last_seen),
+    since(one.last_seen),
     String(one.refusals),
   ]);
   const number = (title) => ({ title, class: "number" });

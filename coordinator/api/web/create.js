@@ -216,7 +216,7 @@ export class Create {
         if (this.state) await this.api.put(`/v1/federations/${view.id}/initial-state`, this.state);
         announce(`${view.name} is created`);
         const sites = this.former ? (await this.api.all(`/v1/federations/${this.former.id}/clients`, "clients")).filter((one) => one.status === "active") : [];
-        this.hooks.created(view, sites.map(({ name, role }) => ({ name, role })));
+        this.hooks.created(view, asMany(sites, view.spec.participation.min_clients));
       } catch (error) {
         if (!error.errors?.length) throw error;
         this.#refused(error.errors);
@@ -259,4 +259,14 @@ function value(choices, text) {
   if (kinds.includes("boolean") && ["true", "false"].includes(bare)) return bare === "true";
   if (["integer", "number"].some((kind) => kinds.includes(kind)) && Number.isFinite(Number(bare))) return Number(bare);
   return kinds.includes("string") && !kinds.some((kind) => ["integer", "number"].includes(kind)) ? text : bare;
+}
+
+/** The sites to invite: those of before, as far as there are so many trainers, and new ones up to their number. */
+function asMany(sites, wanted) {
+  if (!sites.length) return [];
+  const trainers = sites.filter((one) => one.role === "trainer").slice(0, wanted);
+  for (let number = 1; trainers.length < wanted; number += 1) {
+    if (!sites.some((one) => one.name === `site-${number}`)) trainers.push({ name: `site-${number}`, role: "trainer" });
+  }
+  return [...trainers, ...sites.filter((one) => one.role !== "trainer")].map(({ name, role }) => ({ name, role }));
 }

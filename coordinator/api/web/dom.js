@@ -1,5 +1,9 @@
 // Elements from plain values. Text only ever becomes text nodes: no name that a client has chosen can become markup.
 
+import { ago } from "./format.js";
+
+setInterval(() => document.querySelectorAll("time[data-since]").forEach((one) => say(one, ago(one.dateTime))), 5000);
+
 /** An element with attributes, listeners (`on: {click}`) and children; null and false children are left out. */
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -32,6 +36,11 @@ export function inWords(text) {
 /** Say something to those who do not see the page change. */
 export function announce(text) {
   say(document.getElementById("announcer"), text);
+}
+
+/** How long ago something was, which goes on growing. */
+export function since(at) {
+  return at ? h("time", { datetime: at, "data-since": true }, ago(at)) : ago(at);
 }
 
 /** Set an element's text, and touch nothing where it is that already. */
@@ -72,18 +81,30 @@ export function offer(select, values, told = (value) => value) {
   if (values.includes(chosen)) select.value = chosen;
 }
 
-/** Buttons with a place under them, where a click that fails says why. */
+/** Who has signed in: a viewer sees what others may do, and may not. */
+export const caller = { role: null };
+const ONLY = "A viewer looks on: this takes the role operator.";
+
+/** What only operators may use. */
+export function forOperators(...children) {
+  const looksOn = caller.role === "viewer";
+  return h("fieldset", { class: "inline", disabled: looksOn, title: looksOn && ONLY }, children);
+}
+
+/** Buttons with a place under them, where a click that fails says why. Viewers have those with `data-open` alone. */
 export class Acts {
   constructor(failed, ...buttons) {
     this.failed = failed;
     this.problem = h("p", { class: "error", role: "alert" });
-    this.row = h("div", { class: "row" }, buttons);
+    const closed = (one) => one instanceof HTMLButtonElement && !("open" in one.dataset);
+    this.row = h("div", { class: "row" }, buttons.flat().map((one) => (closed(one) ? forOperators(one) : one)));
     this.element = h("div", { class: "acts" }, this.row, this.problem);
   }
 
-  /** True where `work` came to its end. */
+  /** True where `work` came to its end; until then it shows that it is at work. */
   async run(work) {
     fill(this.problem);
+    this.element.setAttribute("aria-busy", "true");
     try {
       await work();
       return true;
@@ -91,6 +112,8 @@ export class Acts {
       this.refusal = error;
       if (!this.failed(error)) fill(this.problem, error.message);
       return false;
+    } finally {
+      this.element.removeAttribute("aria-busy");
     }
   }
 

@@ -1,6 +1,6 @@
 // Invitations: one for each site by its name, shown once with what to send, listed with who came by it, taken back.
 
-import { Acts, announce, ask, field, fill, h, say, table } from "./dom.js";
+import { Acts, announce, ask, field, fill, forOperators, h, say, table } from "./dom.js";
 import { counted, names } from "./format.js";
 
 const ROLES = { trainer: "trains", evaluator: "only tests (unseen domain)", "": "either" };
@@ -14,15 +14,18 @@ export class Invite {
     this.made = h("div", { class: "stack", "aria-live": "polite" });
     this.list = h("div");
     this.uses = h("input", { id: "uses", type: "number", min: 1, max: 100_000, value: 1, required: true });
-    this.hours = h("input", { id: "hours", type: "number", min: 0.1, step: "any", placeholder: "as the coordinator has it" });
+    this.hours = h("input", { id: "hours", type: "number", min: 0.1, step: "any", placeholder: "the coordinator's usual time" });
     this.address = h("input", { id: "address", type: "url", required: true, value: window.location.origin });
+    const local = /^(localhost|127\.|\[::1\])/.test(window.location.hostname);
+    const reached = field("Address at which the sites reach this coordinator", this.address, local ? "Only this machine reaches the address that this page has: sites elsewhere need another one." : "");
     this.send = h("button", { type: "submit" });
     this.acts = new Acts(failed, this.send, h("button", { type: "button", on: { click: () => this.#add() } }, "Add a site"));
-    const options = h("details", {}, h("summary", {}, "Address, expiry, several sites with one invitation"), h("div", { class: "fields" }, field("Address for clients", this.address, "As the sites reach this coordinator."), field("Hours until it expires", this.hours), field("Sites that may join with each", this.uses)));
-    this.form = h("form", { hidden: true, on: { submit: (event) => this.#mint(event) } }, this.rows, options, this.acts.element);
+    const options = h("details", {}, h("summary", {}, `${local ? "Expiry" : "Address, expiry"}, several sites with one invitation`), h("div", { class: "fields" }, local ? null : reached, field("Hours until it expires", this.hours), field("Sites that may join with each", this.uses)));
+    this.form = h("form", { hidden: true, on: { submit: (event) => this.#mint(event) } }, this.rows, local ? reached : null, options, this.acts.element);
     this.listing = new Acts(failed);
     this.remark = h("p", { class: "remark" });
-    this.element = h("section", { class: "panel", "aria-labelledby": "invitations" }, h("h2", { id: "invitations" }, "Invitations"), this.remark, this.form, this.made, this.list, this.listing.element);
+    this.gone = h("p", { class: "remark" });
+    this.element = h("section", { class: "panel", "aria-labelledby": "invitations" }, h("h2", { id: "invitations" }, "Invitations"), this.remark, this.form, this.made, this.gone, this.list, this.listing.element);
   }
 
   update({ view, clients }) {
@@ -52,6 +55,9 @@ export class Invite {
   #draw() {
     this.form.hidden = false;
     this.planned = this.planned.filter((one) => !this.#taken(one.name));
+    const open = this.tokens.filter((one) => !one.closed && Date.parse(one.expires_at) > Date.now());
+    const coming = open.reduce((sum, one) => sum + one.uses - one.used, this.clients.filter((one) => one.status === "active").length);
+    const needed = this.view.spec.participation.min_clients - coming;
     const row = (one, at) => {
       const name = h("input", { id: `site-${at}`, "aria-label": `Name of site ${at + 1}`, value: one.name, autocomplete: "off", spellcheck: "false", maxlength: 64, required: true, on: { input: () => Object.assign(one, { name: name.value.trim() }) } });
       const role = h("select", { "aria-label": `Role of site ${at + 1}`, on: { change: () => Object.assign(one, { role: role.value }) } }, Object.entries(ROLES).map(([value, label]) => h("option", { value }, label)));
@@ -68,13 +74,17 @@ export class Invite {
     this.send.hidden = this.planned.length === 0;
     say(this.send, `Create ${counted(this.planned.length, "invitation")}`);
     this.send.classList.toggle("primary", this.view.state === "enrolling" && this.view.clients.trainers < this.view.spec.participation.min_clients);
-    const planned = this.planned.length ? "Each site joins with an invitation of its own. Give the sites names that you will know them by." : "Every site of the plan is invited.";
+    const planned = this.planned.length ? "Each site joins with an invitation of its own. Give the sites names that you will know them by." : needed > 0 ? `${counted(needed, "more site")} must be invited before it can start.` : "Every site of the plan is invited.";
     say(this.remark, this.view.state === "enrolling" ? planned : "Another site can still join; it takes part from the next round on.");
+    say(this.gone, !this.shown && open.some((one) => one.used === 0) ? "An invitation is shown only once. One that was not copied can be made anew below; the former one then ends." : "");
     const standing = (one) => (one.clients.length ? `joined: ${names(one.clients)}` : Date.parse(one.expires_at) < Date.now() ? "expired" : "has not joined yet");
     const line = (one) => [
       [one.name, h("small", { class: "under" }, `${one.client ?? ROLES[one.role ?? ""]}${one.closed ? ", closed" : ""}`)],
-      [standing(one), h("small", { class: "under" }, `${one.used} of ${one.uses} used, until ${moment(one.expires_at)}`)],
-      h("button", { type: "button", class: "danger slim", "aria-label": `Revoke ${one.name}`, on: { click: () => this.#revoke(one) } }, "Revoke"),
+      [standing(one), h("small", { class: "under" }, `${one.uses > 1 ? `${one.used} of ${counted(one.uses, "site")} joined with it, ` : ""}until ${moment(one.expires_at)}`)],
+      forOperators(
+        one.used === 0 && !one.client ? h("button", { type: "button", class: "slim", "aria-label": `Make ${one.name} anew`, on: { click: () => this.#renew(one) } }, "Make anew") : null,
+        h("button", { type: "button", class: "danger slim", "aria-label": `Revoke ${one.name}`, on: { click: () => this.#revoke(one) } }, "Revoke"),
+      ),
     ];
     fill(this.list, this.tokens.length ? table("Invited sites", ["site", "standing", ""], this.tokens.map(line)) : null);
   }
@@ -104,8 +114,18 @@ export class Invite {
     this.send.disabled = false;
   }
 
+  /** Another invitation in the place of one that nobody has used: of the same name, role and number of sites. */
+  #renew({ id, name, role, uses }) {
+    return this.listing.run(async () => {
+      await this.api.delete(`${this.path}/${encodeURIComponent(id)}`);
+      this.#show([await this.api.post(this.path, { name, uses, address: this.address.value.trim(), ...(role ? { role } : {}) })]);
+      await this.#refresh();
+    });
+  }
+
   /** What to send to each site; nothing shows an invitation again. */
   #show(fresh) {
+    this.shown = true;
     const one = (minted) => {
       const text = h("input", { id: `invitation-${minted.id}`, readonly: true, value: minted.invitation, on: { focus: () => text.select() } });
       const copy = async ({ currentTarget: button }) => {
@@ -131,6 +151,7 @@ export class Invite {
     await this.listing.run(async () => {
       await this.api.delete(`${this.path}/${encodeURIComponent(token.id)}`);
       announce(`${token.name} is revoked`);
+      if (!token.used && !token.client) this.planned.push({ name: token.name, role: token.role ?? "" }); // its site is still to be invited
       await this.#refresh();
     });
   }

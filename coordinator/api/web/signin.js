@@ -1,4 +1,4 @@
-// Signing in: the operator's token goes into memory and nowhere else, so that closing or reloading the page forgets it.
+// Signing in. The tab keeps the operator's token until it is closed or signs out, also where the page is reloaded.
 
 import { fill, h } from "./dom.js";
 
@@ -26,7 +26,7 @@ export function signIn(place, remark, enter) {
     }
     button.disabled = false;
   };
-  const where = h("p", { class: "remark", id: "where" }, "The coordinator wrote it into ", h("code", {}, "operator.token"), " in its data folder. It is kept in this page's memory only: reloading the page forgets it.");
+  const where = h("p", { class: "remark", id: "where" }, "The coordinator wrote it into ", h("code", {}, "operator.token"), " in its data folder. This tab keeps it until it is closed, or you sign out.");
   const lead = h("p", {}, "Begin federations, invite their sites, and take their results.");
   fill(place, h("main", { class: "welcome" }, h("form", { class: "panel stack", on: { submit } }, h("h1", {}, "Sign in"), lead, h("label", { for: "token" }, "Operator token"), field, alert, button, where)));
   field.focus();

@@ -56,7 +56,7 @@ export class Status {
   #button(verb) {
     const act = () => (verb in QUESTIONS ? this.#ask(verb) : this.#act(verb));
     const title = verb === "download" ? "Download the result" : verb[0].toUpperCase() + verb.slice(1);
-    return h("button", { type: "button", class: verb in QUESTIONS ? "danger" : "primary", hidden: true, on: { click: act } }, title); // until the state is known
+    return h("button", { type: "button", class: verb in QUESTIONS ? "danger" : "primary", hidden: true, "data-open": verb === "download", on: { click: act } }, title); // until the state is known
   }
 
   async #act(verb) {
