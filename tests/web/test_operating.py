@@ -8,8 +8,9 @@ import json
 import re
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from sqlalchemy import select, update
 from promptfed.coordinator.store.tables import BlobRow, UpdateRow
 from promptfed.export.reading import read_export
 from promptfed.export.verification import verify_export
+from promptfed.shared.methods import METHODS
 from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.service.invitation import decode as decode_invitation
+from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors.torch_tensors import decode, state_hash
 from promptfed.testing.clients import FINGERPRINT, SHAPE, ScriptedClient, bearer, drive, secret_of, trained, update_body
 from tests.support.coordinators import InThread
@@ -518,6 +521,36 @@ def test_a_viewer_sees_what_operators_may_do(coordinator: InThread, visited: Vis
     page.goto(f"{coordinator.url}/#/federations/{federation}")
     expect(page.get_by_role("button", name="Download the result", exact=True)).to_be_enabled()
     expect(page.get_by_role("button", name="Delete", exact=True)).to_be_disabled()
+
+
+def described(schema: dict[str, Any], prefix: str, known: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Path and description of each setting of a schema, with its sections opened."""
+    for name, given in schema.get("properties", {}).items():
+        one = {**known[given["$ref"].rpartition("/")[2]], **given} if "$ref" in given else given
+        choices = [
+            known[part["$ref"].rpartition("/")[2]] if "$ref" in part else part for part in one.get("anyOf", [one])
+        ]
+        sections = [part for part in choices if part.get("properties")]
+        if sections and name != "method":
+            yield from described(sections[0], f"{prefix}{name}.", known)
+        else:
+            yield prefix + name, one.get("description", "")
+
+
+def test_no_setting_is_shown_under_a_code_name(coordinator: InThread, visited: Visit) -> None:
+    schemas = [
+        (FederationSpec.model_json_schema(), ""),
+        *((METHODS[name].Hyper.model_json_schema(), "method.") for name in METHODS),
+    ]
+    settings = [pair for schema, prefix in schemas for pair in described(schema, prefix, schema.get("$defs", {}))]
+    visited.open()
+    ask = "all => import('/web/words.js').then((words) => all.map(([path, about]) => words.nameOf(path, about)))"
+    names = visited.page.evaluate(ask, settings)
+    for (path, about), name in zip(settings, names, strict=True):
+        key = path.rpartition(".")[2].replace("_", " ")
+        assert not about or name.lower() != key or len(key) > 5, (path, name)
+        assert re.match(r"[A-Zα-ωμ]", name), (path, name)
+        assert len(name) > 3, (path, name)
 
 
 def test_a_role_that_has_changed_is_told_and_the_session_stays(coordinator: InThread, visited: Visit) -> None:

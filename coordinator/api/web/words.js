@@ -4,10 +4,7 @@ const NAMES = {
   name: "Name", task: "Labels of an image", class_names: "Classes", template: "Sentence around a class name", continues: "State that it continues",
   licence: "Licence of the result", rounds: "Rounds", retention: "Tensors that are kept", start: "Begins", seed: "Seed of random numbers",
   "origin.card": "Card of the result it starts from", "origin.federation": "Result it starts from", "origin.licence": "Licence of that result",
-  "method.name": "Method", "method.label_space": "Classes that are told apart", "method.m": "Learned vectors", "method.trainable": "Weights that are trained",
-  "method.transport": "How changes travel", "method.head": "Kind of classifier", "method.private": "What stays at a site", "method.query": "How domains are found",
-  "method.mixture": "How prompts of domains are mixed", "method.prompts": "Prompts that are trained", "method.weighting": "Weights of sites", "method.sides": "Features with an adapter",
-  "method.aggregation": "How changes are averaged", "method.local_prompts": "Own prompts between rounds", "method.aggregators": "Aggregators between rounds",
+  "method.name": "Method", "method.label_space": "Classes that are told apart", "method.weighting": "Weights of sites", "method.m": "Learned vectors",
   "backbone.model": "Model", "backbone.pretrained": "Weights of the model", "backbone.precision": "Precision of the model", "backbone.fingerprint": "Fingerprint of the weights",
   "training.epochs": "Passes over the images in a round", "training.batch_size": "Images of a step", "training.optimizer": "Optimizer", "training.learning_rate": "Learning rate",
   "training.momentum": "Momentum", "training.weight_decay": "Weight decay", "training.schedule": "Course of the learning rate", "training.augmentation": "Changes of training images",
@@ -29,16 +26,15 @@ const NAMES = {
 /** The name of a setting for people. */
 export function nameOf(path, about = "") {
   if (path in NAMES) return NAMES[path];
-  const [first] = about.split(/[;:.] |[;:]$/);
-  if (path.startsWith("method.") && first.length > 3 && first.length < 80 && !/^[\w-]+$/.test(first)) return first[0].toUpperCase() + first.slice(1);
-  const [last] = path.split(".").slice(-1);
-  return `${last[0].toUpperCase()}${last.slice(1).replaceAll("_", " ")}`;
+  // The first part of its description that is more than a value's name; a Greek letter stays as it is.
+  const said = about.split(/[;:.] |[;:]$/).map((part) => (part.length < 90 ? part : part.split(", ")[0])).find((part) => part.includes(" ")) ?? path.split(".").at(-1).replaceAll("_", " ");
+  return said.replace(/^[a-z]/, (letter) => letter.toUpperCase());
 }
 
 /** What a description says beyond the name. */
 export function restOf(path, about) {
-  const name = nameOf(path, about).toLowerCase();
-  return spoken(about.toLowerCase().startsWith(name) ? about.slice(name.length).replace(/^[;:.,]?\s*/, "") : about);
+  const name = nameOf(path, about);
+  return spoken(about.toLowerCase().startsWith(name.toLowerCase()) ? about.slice(name.length).replace(/^[;:.,]?\s*/, "") : about);
 }
 
 const BY_LAST = Object.fromEntries(Object.keys(NAMES).filter((path) => /_/.test(path.split(".").at(-1))).map((path) => [path.split(".").at(-1), NAMES[path]]));
