@@ -171,7 +171,7 @@ def run(settings: Settings) -> int:
     try:
         code = asyncio.run(serve(worker))
     except ClientError as error:
-        log.error("%s", error)
+        log.log(logging.INFO if error.exit is Exit.DECLINED else logging.ERROR, "%s", error)  # a decision is no error
         code = error.exit
     except Exception:
         log.exception("the client failed")

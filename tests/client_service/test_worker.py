@@ -22,6 +22,7 @@ from fastapi import Request, Response
 from torch import Tensor
 
 from promptfed.client_service import task_loop
+from promptfed.client_service import worker as worker_module
 from promptfed.client_service.__main__ import main
 from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.client_service.http import connection
@@ -86,6 +87,20 @@ def test_a_federation_from_enrolment_to_its_end(make: Make, backbone: Backbone, 
     assert coordinator.evaluations[0]["zero_shot"] == coordinator.evaluations[1]["zero_shot"]
     assert worker.monitor.status.stage == "ended"
     assert worker.monitor.status.accuracy == coordinator.evaluations[1]["splits"]["test"]["accuracy"]
+
+
+@pytest.mark.parametrize("exit", [Exit.DECLINED, Exit.REFUSED])
+def test_a_decision_is_not_called_an_error(
+    exit: Exit, settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ends(worker: Worker) -> Exit:
+        raise ClientError(exit, "not joined")
+
+    monkeypatch.setattr(worker_module, "serve", ends)
+    with caplog.at_level(logging.INFO):
+        assert worker_module.run(settings) == exit
+    [record] = [one for one in caplog.records if one.getMessage() == "not joined"]
+    assert record.levelno == (logging.INFO if exit is Exit.DECLINED else logging.ERROR)
 
 
 def test_what_is_sent_is_told_when_it_is_sent(make: Make) -> None:
