@@ -17,7 +17,7 @@ import torch
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.secure import SecureWork
 from promptfed.shared.messages import PrivacyEvent, SpendReport, Task
-from promptfed.shared.privacy.accounting import training_event
+from promptfed.shared.privacy.accounting import COARSE, epsilon_of, training_event
 from promptfed.shared.secagg import member, primitives
 from promptfed.shared.spec.sections import WHOLE_WEIGHT, Weighting, whole_weights
 from promptfed.shared.tensors import Tensors
@@ -313,7 +313,7 @@ def test_a_proof_of_another_key_is_refused(coordinator: InThread) -> None:
 def test_a_masked_change_has_a_cost(coordinator: InThread, leap: Leap, spent: float | None, kind: str | None) -> None:
     """By its client's own word, held against the public terms; the report tells it."""
     privacy = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
-    asked = {"training": {"batch_size": 5}, "aggregation": {"weighting": "uniform"}}
+    asked = {"training": {"batch_size": 5, "epochs": 1}, "aggregation": {"weighting": "uniform"}}
     federation, clients = federation_of(coordinator, "a", "b", "c", privacy=privacy, **asked)
     for number, client in enumerate(clients):
         client.spent = report_of(10 + number, spent if client.name == "b" else 1.0)
@@ -326,7 +326,12 @@ def test_a_masked_change_has_a_cost(coordinator: InThread, leap: Leap, spent: fl
         return
     drive(coordinator, clients, leap)
     (phase,) = coordinator.get(f"{federation}/rounds/1")["phases"]
-    assert {name: one["epsilon"] for name, one in phase["secure"]["privacy"].items()} == dict.fromkeys("abc", 0.5)
+    told = phase["secure"]["privacy"]
+    assert {name: one["ledger_epsilon"] for name, one in told.items()} == dict.fromkeys("abc", 9.5)
+    computed = {name: one["epsilon"] for name, one in told.items()}
+    assert computed == {
+        name: epsilon_of([training_event(10 + number, 5, 1, 1.0)], 1e-3, COARSE) for number, name in enumerate("abc")
+    }
 
 
 def report_of(samples: int, z: float | None) -> SpendReport | None:
@@ -334,4 +339,4 @@ def report_of(samples: int, z: float | None) -> SpendReport | None:
     if z is None:
         return None
     event = training_event(samples, 5, 1, z).as_json()
-    return SpendReport(events=[PrivacyEvent(**event)], epsilon=0.5, delta=1e-3, noise="seeded")
+    return SpendReport(events=[PrivacyEvent(**event)], epsilon=9.5, delta=1e-3, noise="seeded")
