@@ -127,6 +127,7 @@ def create_app(settings: Settings) -> Application:
         lifespan=lifespan,
         docs_url=None,  # FastAPI's page would load scripts from elsewhere: `api/public.py` has our own
         redoc_url=None,
+        openapi_url=None,  # there too: it is made and written once
         separate_input_output_schemas=False,
         generate_unique_id_function=lambda route: route.name,  # what generated clients call it
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Header, Path, Response
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, FastAPI, Header, Path, Request, Response
 from fastapi.responses import PlainTextResponse
 from starlette.staticfiles import StaticFiles
 
@@ -95,10 +97,30 @@ async def get_file(
         raise NotFound(f"the page has no file {file[:100]!r}") from None
 
 
-@router.get("/v1/methods", responses=documented(), tags=["methods"])
-def list_methods() -> MethodList:
+@router.get("/v1/methods", response_model=MethodList, responses=documented(), tags=["methods"])
+async def list_methods() -> Response:
     """All methods of this coordinator."""
-    return MethodList(methods=[MethodView.model_validate(methods.describe(name)) for name in sorted(methods.METHODS)])
+    known = tuple(methods.METHODS[name] for name in sorted(methods.METHODS))
+    if known not in _DESCRIBED:  # a thread is not kept for what anybody may ask
+        _DESCRIBED[known] = await run_sync(_described)
+    return Response(_DESCRIBED[known], media_type="application/json")
+
+
+_DESCRIBED: dict[tuple[object, ...], bytes] = {}
+
+
+def _described() -> bytes:
+    every = [MethodView.model_validate(methods.describe(name)) for name in sorted(methods.METHODS)]
+    return MethodList(methods=every).model_dump_json().encode()
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def get_openapi(request: Request) -> Response:
+    """The description of the API, which takes long to make: once in a process."""
+    state = request.app.state
+    if not hasattr(state, "described"):
+        state.described = json.dumps(request.app.openapi()).encode()
+    return Response(state.described, media_type="application/json")
 
 
 @router.get("/v1/methods/{name}", responses=documented(NotFound), tags=["methods"])

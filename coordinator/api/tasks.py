@@ -58,8 +58,11 @@ ACCEPTED_BEFORE: dict[int | str, dict[str, Any]] = {
 }
 
 
+HELD_SECONDS = 15.0  # that an answer waits for a task at most: many proxies end a silent connection after 20
+
+
 class _Poll(BaseModel, extra="forbid"):
-    wait: Annotated[float, Field(ge=0, le=60, description="seconds")] = 0
+    wait: Annotated[float, Field(ge=0, le=60, description="seconds; after 15 it is answered in any case")] = 0
     carrying: Annotated[
         str | None, Field(max_length=100, pattern=NO_NUL, description="the task that the client carries out")
     ] = None
@@ -70,7 +73,12 @@ class _Poll(BaseModel, extra="forbid"):
 class _Next(BaseModel, extra="forbid"):
     next: Annotated[
         float,
-        Field(ge=0, le=60, description="seconds that the receipt waits for the client's next task, which it contains"),
+        Field(
+            ge=0,
+            le=60,
+            description="seconds, at most 15, that the receipt of a new answer waits for the client's next task, which "
+            "it contains",
+        ),
     ] = 0
 
 
@@ -118,9 +126,8 @@ async def next_task(
     """
     registry: Registry = request.app.state.registry
     key = (caller.federation.id, caller.client.name)
-    until = clock.monotonic() + wait_seconds
-    registry.metrics.waiting.inc()
-    try:
+    until = clock.monotonic() + min(wait_seconds, HELD_SECONDS)
+    with registry.waits.begun(key, request.receive if wait_seconds > 0 else None) as own:
         while True:
             wakeup = registry.wakeups.listen(key)
             if registry.away:
@@ -130,14 +137,11 @@ async def next_task(
                 served = _other_task(registry, caller, carrying, served)
             left = until - clock.monotonic()
             if served is not None:
-                return _message(registry, *served, inline)
-            if left <= 0 or registry.wakeups.closed:
+                # Where something on the way has hung up, no payload counts as served.
+                return _message(registry, *served, inline and not own.over)
+            if left <= 0 or registry.wakeups.closed or own.over:
                 return None
             await wait(wakeup, left)
-            # Where something on the way has hung up, no payload counts as served.
-            inline = inline and not await request.is_disconnected()
-    finally:
-        registry.metrics.waiting.dec()
 
 
 def _open_task(registry: Registry, id: str, client: Client) -> tuple[Federation, OpenTask] | None:
@@ -275,7 +279,7 @@ async def _receipt(
 ) -> Receipt:
     """The receipt of a stored answer, once there is the client's next task or the seconds are over."""
     content = receipt.model_dump_json()
-    if seconds:
+    if seconds and new:
         with suppress(Exception):  # the answer is stored, and the client's next question is answered so
             if (task := await next_task(request, caller, seconds, inline=True)) is not None:
                 request.app.state.registry.committer.notice()  # its answer may follow soon

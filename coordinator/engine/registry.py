@@ -14,11 +14,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from prometheus_client import Gauge
 from sqlalchemy import select
 from sqlalchemy.orm import Session
+from starlette.types import Receive
 
 from promptfed.coordinator.aggregation.secure_sums import Attempt
 from promptfed.coordinator.domain import clock, run_state
@@ -79,8 +81,56 @@ async def wait(wakeup: asyncio.Event, seconds: float) -> bool:
     return True
 
 
+@dataclass(eq=False)
+class Wait:
+    """A request that waits; ``over``: its caller has gone, or has begun newer ones."""
+
+    over: bool = False
+
+
+class Waits:
+    """Requests that wait, by client: at most `HELD` of each, and none longer than its connection lasts."""
+
+    def __init__(self, wakeups: Wakeups, waiting: Gauge):
+        self._wakeups = wakeups
+        self._waiting = waiting
+        self._by_key: dict[Hashable, list[Wait]] = {}
+
+    @contextmanager
+    def begun(self, key: Hashable, receive: Receive | None) -> Iterator[Wait]:
+        """A block in which a request waits; ``receive`` tells that its caller has gone. None: it does not wait."""
+        own = Wait()
+        if receive is None:
+            yield own
+            return
+        waiting = self._by_key.setdefault(key, [])
+        waiting.append(own)
+        for older in waiting[:-HELD]:
+            self._end(key, older)
+        watch = asyncio.get_running_loop().create_task(self._until_gone(key, own, receive))
+        self._waiting.inc()
+        try:
+            yield own
+        finally:
+            self._waiting.dec()
+            watch.cancel()
+            waiting.remove(own)
+            if not waiting and self._by_key.get(key) is waiting:
+                del self._by_key[key]
+
+    async def _until_gone(self, key: Hashable, own: Wait, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._end(key, own)
+
+    def _end(self, key: Hashable, wait: Wait) -> None:
+        wait.over = True
+        self._wakeups.wake([key])
+
+
 log = logging.getLogger("promptfed.coordinator")
 
+HELD = 2  # requests of one client that wait at a time: a newer one ends the oldest
 EVENTS = "*events"
 
 T = TypeVar("T")
@@ -113,6 +163,7 @@ class Registry:
         self.metrics = metrics
         self.writable = Writable(database, blobs)
         self.wakeups = Wakeups()
+        self.waits = Waits(self.wakeups, metrics.waiting)
         self.committer = Committer(self.changes, database.is_full, self._open_tasks)
         self.last_seen = LastSeen(database, leases.id if leases is not None else None)
         self.federations: dict[str, Federation] = {}

@@ -39,6 +39,10 @@ DRAINED = 8 << 20  # how much more than its limit a body may have before we stop
 WAITING_BYTES = 64 << 20
 SHARE = 4  # a client has at most one place in so many, but always one
 OF_ONE_CLIENT = 8  # bodies that may be under way or wait
+SMALL = 256 << 10  # bytes of an announced body that takes no place, and has to be there within seconds
+SMALL_SECONDS = 15.0
+LEAST_RATE = 4 << 10  # bytes a second of a larger one, by which it may be behind for so many seconds:
+BEHIND_SECONDS = 20.0
 HELD_BYTES = 320 << 10  # of one body, before the server stops reading it: 64 KB and what was under way
 
 
@@ -57,6 +61,11 @@ class Incoming:
         """The body of a request, before anything of it is read."""
         length = announced_length(request.headers.get("content-length"))
         return cls(request.receive, length, getattr(request.state, "client", None))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is known to be small."""
+        return self.length is not None and self.length <= SMALL
 
     @property
     def held(self) -> int:
@@ -109,14 +118,11 @@ class Uploads:
         own = self._enter(body)
         path, in_memory, on_disk = self._registry.blobs.temporary(), 0, True
         try:
-            await self._take_places(own, body.held)
-            try:
+            async with self._placed(own, body):
                 upload = await self._receive(body, path, limit)
                 on_disk = upload.content is None
                 if on_disk:
                     yield upload
-            finally:
-                self._give_places(own)
             if not on_disk:
                 in_memory = upload.size
                 self._waiting_bytes += in_memory
@@ -126,6 +132,22 @@ class Uploads:
             self._leave(body, own)
             if on_disk or compressed:
                 await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    @asynccontextmanager
+    async def _placed(self, own: _ClientPlaces, body: Incoming) -> AsyncIterator[None]:
+        """A block in which a body has its places, if it takes any."""
+        if body.is_small:
+            self._waiting_bytes += body.held
+            try:
+                yield
+            finally:
+                self._waiting_bytes -= body.held
+            return
+        await self._take_places(own, body.held)
+        try:
+            yield
+        finally:
+            self._give_places(own)
 
     def _leave(self, body: Incoming, own: _ClientPlaces) -> None:
         own.bodies -= 1
@@ -179,11 +201,16 @@ class Uploads:
     async def _receive(self, body: Incoming, path: Path, limit: int) -> Upload:
         # Of one that is small, or not announced, nobody waits longer.
         seconds = max(self._timeout, min(body.length or 0, limit) / BYTES_PER_SECOND)
+        if body.is_small:
+            seconds = min(seconds, SMALL_SECONDS)
         try:
             async with asyncio.timeout(seconds):
                 return await self._stream(body, path, limit)
         except TimeoutError:
             raise UploadTimeout(f"the body did not arrive within {seconds:g} s") from None
+        except _TooSlow:
+            text = f"less than {LEAST_RATE:,} bytes a second of the body have arrived"
+            raise UploadTimeout(f"{text} for {BEHIND_SECONDS:g} s") from None
         except ClientDisconnect:
             raise IncompleteBody("the connection ended before the body did") from None
 
@@ -191,7 +218,7 @@ class Uploads:
         file, size = _File(path), 0
         if body.length is not None and body.length > limit + DRAINED:
             return Upload(path, body.length, "", too_large=True)
-        async for part in body.parts():
+        async for part in _in_time(body.parts()):
             size += len(part)
             if size > limit:
                 # Read on for a while, so that a client that is still sending finds our answer and not a closed door.
@@ -206,6 +233,26 @@ class Uploads:
             return Upload(path, size, digest_of(content), content=content)
         await asyncio.to_thread(file.write)
         return Upload(path, size, "sha256:" + file.digest.hexdigest(), too_large=size > limit)
+
+
+class _TooSlow(Exception):
+    """A body arrives too slowly."""
+
+
+async def _in_time(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The parts, as long as they come at `LEAST_RATE`. Raises _TooSlow."""
+    now = asyncio.get_running_loop().time
+    until = now() + BEHIND_SECONDS
+    while True:
+        try:
+            async with asyncio.timeout_at(until):
+                part = await anext(parts)
+        except TimeoutError:
+            raise _TooSlow from None
+        except StopAsyncIteration:
+            return
+        until = min(now() + BEHIND_SECONDS, until + len(part) / LEAST_RATE)
+        yield part
 
 
 class _File:

@@ -1,0 +1,73 @@
+"""Requests that wait: two of a client at most, none longer than its connection; small bodies need no place."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from promptfed.coordinator.http import bodies
+from promptfed.testing.clients import ScriptedClient, content_digest, secret_of, trained, update_body
+from tests.support.coordinators import InThread
+from tests.support.open_phases import open_first_phase
+from tests.support.waiting import wait_for
+
+
+@pytest.fixture
+def coordinator(served: InThread) -> InThread:
+    """On a real socket, which these tests look at."""
+    return served
+
+
+def poll(coordinator: InThread, client: ScriptedClient) -> socket.socket:
+    """A connection whose request waits for a task."""
+    host, port = coordinator.url.removeprefix("http://").split(":")
+    opened = socket.create_connection((host, int(port)), timeout=20)
+    head = (
+        f"GET {client.path}/task?wait=60 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secret_of(client.name)}\r\n\r\n"
+    )
+    opened.sendall(head.encode())
+    return opened
+
+
+def waiting(coordinator: InThread) -> int:
+    return int(coordinator.registry.metrics.waiting._value.get())
+
+
+def test_a_client_holds_two_requests_and_none_without_its_connection(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    [a] = coordinator.enrol(federation, "a")
+    begun = []
+    for number in range(4):
+        begun.append(poll(coordinator, a))
+        wait_for("it waits", lambda number=number: waiting(coordinator) == min(number + 1, 2))
+    for older in begun[:2]:
+        assert older.recv(100).startswith(b"HTTP/1.1 204")
+    for left in begun:
+        left.close()
+    wait_for("nobody waits", lambda: waiting(coordinator) == 0)
+
+
+def test_small_bodies_go_past_those_that_keep_all_places(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "BEHIND_SECONDS", 2.0)
+    _, (a, b), (task, other) = open_first_phase(coordinator)
+    host, port = coordinator.url.removeprefix("http://").split(":")
+    body = update_body(trained(b.payload(other), "b", other), other)
+    slow = []
+    for _ in range(coordinator.settings.max_uploads):
+        opened = socket.create_connection((host, int(port)), timeout=20)
+        head = (
+            f"PUT {a.path}/tasks/{task['task_id']}/update HTTP/1.1\r\nHost: x\r\nContent-Length: {bodies.SMALL + 1}\r\n"
+            f"Authorization: Bearer {secret_of('a')}\r\nContent-Digest: {content_digest(body)}\r\n\r\n."
+        )
+        opened.sendall(head.encode())
+        slow.append(opened)
+    begun = time.monotonic()
+    assert b.send(other, body).status_code == 201
+    assert slow[0].recv(100).startswith(b"HTTP/1.1 408")
+    assert time.monotonic() - begun < 60, "and not after the 300 s that a long body may take"
+    for opened in slow:
+        opened.close()
