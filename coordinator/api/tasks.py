@@ -279,9 +279,9 @@ async def _receipt(
 ) -> Receipt:
     """The receipt of a stored answer, once there is the client's next task or the seconds are over."""
     content = receipt.model_dump_json()
-    if seconds and new:
+    if seconds:
         with suppress(Exception):  # the answer is stored, and the client's next question is answered so
-            if (task := await next_task(request, caller, seconds, inline=True)) is not None:
+            if (task := await next_task(request, caller, seconds if new else 0, inline=True)) is not None:
                 request.app.state.registry.committer.notice()  # its answer may follow soon
                 content = f'{content[:-1]}, "next": {task}}}'
     return Receipt(content, new)

@@ -8,6 +8,7 @@ not name.
 from __future__ import annotations
 
 import hashlib
+import lzma
 import os
 import stat
 import zipfile
@@ -42,6 +43,7 @@ from promptfed.shared.tensors.torch_tensors import decode, state_hash
 
 UNSIGNED_FILE = "audit.json"  # lies beside some exports of 0.3.0, not signed and not read
 PIECE = 1 << 20
+LEAST_ROOM, MOST_GROWTH = 64 << 20, 20  # what of an archive may come to be: bytes, and times its own
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def _unbounded(folder: Path, name: str) -> Iterator[bytes]:
     try:
         if folder.is_file():
             with zipfile.ZipFile(folder) as archive, archive.open(name) as member:
+                _expect_packed(folder, name, archive.getinfo(name))
                 while piece := member.read(PIECE):
                     yield piece
             return
@@ -126,10 +129,24 @@ def _unbounded(folder: Path, name: str) -> Iterator[bytes]:
                 yield piece
     except KeyError:
         raise _no_export(folder, name, "it is not in the archive") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # encrypted, unknown
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:  # encrypted, unknown
         raise _no_export(folder, name, f"no archive that can be read: {error}") from None
     except OSError as error:
         raise _no_export(folder, name, why(error)) from None
+
+
+def _expect_packed(folder: Path, name: str, about: zipfile.ZipInfo) -> None:
+    """Refuse a member that grows far beyond its bytes: tensors hardly compress, and a card's text a little."""
+    most = LEAST_ROOM + MOST_GROWTH * about.compress_size
+    if about.file_size > most:
+        raise _no_export(folder, name, f"{about.compress_size:,} bytes of the archive become {about.file_size:,}")
 
 
 def _no_export(folder: Path, name: str, reason: str) -> CommandError:
