@@ -81,6 +81,20 @@ def mean_auroc(labels: ArrayLike, probabilities: ArrayLike) -> float | None:
     return float(np.mean(found)) if found else None
 
 
+def fitted_temperature(labels: ArrayLike, logits: ArrayLike) -> float:
+    """T between 0.05 and 20 with the least mean cross-entropy of logits (N, C)/T under labels (N,) (Guo et al.)."""
+    from scipy.optimize import minimize_scalar
+    from scipy.special import log_softmax
+
+    truth, scores = np.asarray(labels, dtype=np.int64), finite(logits)
+
+    def loss(exponent: float) -> float:
+        return -float(log_softmax(scores / math.exp(exponent), axis=1)[np.arange(len(truth)), truth].mean())
+
+    bounds = (math.log(0.05), math.log(20))
+    return math.exp(float(minimize_scalar(loss, bounds=bounds, method="bounded").x))
+
+
 def largest_share(classes: ArrayLike) -> float:
     """The share of the most frequent of ``classes (N,)``; −1 is none of them."""
     known = np.asarray(classes, dtype=np.int64)

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from promptfed.client_service.serving.prediction import BadImage, Predictor, Served, TooManyPixels
 from promptfed.client_service.state.trained_images import folders_of, read_trained
-from promptfed.client_service.training.data import TEST, ClientData, LocalSplit
-from promptfed.client_service.training.evaluation import answers, presences, probabilities
+from promptfed.client_service.training.data import TEST, TRAIN, ClientData, LocalSplit
+from promptfed.client_service.training.evaluation import answers, logits_of, presences, probabilities
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of
 from promptfed.export.export import open_backbone_of
 from promptfed.export.reading import open_export, read_export
@@ -46,6 +46,7 @@ from promptfed.shared.metrics import (
     calibration_error,
     class_accuracies,
     class_figures,
+    fitted_temperature,
     interval_text,
     largest_share,
     macro_f1,
@@ -105,6 +106,7 @@ def predict_folder(
     folder: Path,
     allow_backbone: AllowedBackbones,
     out: Path | None,
+    temperature: float = 1.0,
 ) -> None:
     """Classify all images below ``folder``, a line of CSV for each, to ``out`` or to stdout.
 
@@ -119,7 +121,7 @@ def predict_folder(
     )
     if not paths:
         raise CommandError(f"{folder} holds no image ({', '.join(sorted(SUFFIXES))})", Exit.BAD_INPUT)
-    predictor = predictor_of(model.serve(open_backbone_of(model, allow_backbone), names))
+    predictor = predictor_of(model.serve(open_backbone_of(model, allow_backbone), names, temperature))
     text, unread = io.StringIO(newline=""), 0
     writer = csv.writer(text, lineterminator="\n")
     several = predictor.served is not None and predictor.served.several_labels
@@ -180,6 +182,7 @@ def predict(
     allow_backbone: AllowedBackbones,
     top: int,
     as_json: bool,
+    temperature: float = 1.0,
 ) -> None:
     """Classify ``images`` and print the ``top`` classes of each.
 
@@ -188,7 +191,7 @@ def predict(
     """
     model.check_alone()
     contents = [_read(path) for path in images]
-    predictor = predictor_of(model.serve(open_backbone_of(model, allow_backbone), names))
+    predictor = predictor_of(model.serve(open_backbone_of(model, allow_backbone), names, temperature))
     answers = [_predict(predictor, path, content) for path, content in zip(images, contents, strict=True)]
     if as_json:
         print_json([{"image": str(path), **answer} for path, answer in zip(images, answers, strict=True)])
@@ -354,11 +357,12 @@ def run_score(
     as_json: bool,
     key: str | None = None,
     state_dirs: Sequence[Path] = (),
+    fit_on: str | None = None,
 ) -> None:
     """Score an export on the images of ``uri`` and write the figures and the confusion matrix into ``out``.
 
     With a coordinator's public ``key``, the export must have its signature. Images that the clients of ``state_dirs``
-    have trained on are left out.
+    have trained on are left out. ``fit_on``: data on whose training images a temperature is fitted first.
 
     Raises:
         CommandError, DataError: the export, the data or the backbone cannot be used, or the data have classes that the
@@ -372,7 +376,12 @@ def run_score(
     _expect_known(source.class_names, names, uri)
     backbone = open_backbone_of(model, allow_backbone)
     served = model.serve(backbone, names)
+    temperature = 1.0
     with new_folder(out, "--out") as folder, TemporaryDirectory(prefix="promptfed-score-") as features:
+        if fit_on is not None:
+            own = ClientData(open_source(fit_on, "trainer", model.greys), backbone, FeatureCache(Path(features)))
+            temperature = _temperature(served, own.split(TRAIN, names), fit_on)
+            served = model.serve(backbone, names, temperature)
         split = ClientData(source, backbone, FeatureCache(Path(features))).split(TEST, names)
         _expect_kind(served, split.labels, uri)
         state = state_hash(model.state)
@@ -383,7 +392,9 @@ def run_score(
             return
         told = probabilities(served.classifier, split)
         confidence, predicted = told.max(dim=-1)
-        figures = scores(split.labels, predicted, confidence, told, names).model_copy(update=about)
+        figures = scores(split.labels, predicted, confidence, told, names).model_copy(
+            update=about | {"temperature": temperature}
+        )
         figures.state, figures.classes = state, by_class(split.labels, told, names, source.test.groups)
         figures.subgroups = subgroup_figures(
             source.test, lambda rows: _of_rows(split.labels, told, names, source.test, rows)
@@ -432,6 +443,13 @@ def _untrained(source: Source, federation: str, state_dirs: Sequence[Path]) -> t
 def _digest(images: Split) -> str:
     """SHA-256 over the images, whatever their order."""
     return hashlib.sha256("".join(sorted(images.digest(row) for row in range(len(images)))).encode()).hexdigest()
+
+
+def _temperature(served: Served, split: LocalSplit, uri: str) -> float:
+    if served.several_labels or split.labels.ndim == 2 or not len(split.labels):
+        raise CommandError(f"--fit-on takes training images with one label each, and {uri} has none", Exit.BAD_INPUT)
+    logits = torch.cat(list(logits_of(served.classifier, split, lambda: False)))
+    return round(fitted_temperature(split.labels.numpy(), logits.cpu().numpy()), 4)
 
 
 def _expect_known(classes: Sequence[str], names: Sequence[str], uri: str) -> None:
@@ -496,6 +514,7 @@ class ScoreFigures(BaseModel):
     majority: float | None = None
     auroc: float | None = None
     one_answer: float | None = None
+    temperature: float = 1.0
     worst_class: str
     worst_class_accuracy: float
     zero_shot: ScoreFigures | None = None

@@ -32,6 +32,7 @@ from promptfed.shared.methods.core.interface import (
     Method,
     MethodError,
     ServerContext,
+    Split,
     check_admission,
 )
 from promptfed.shared.methods.core.registry import INSTALL
@@ -110,7 +111,7 @@ class AdaptedModel:
         terms = self.terms
         return ServerContext(terms.training, shape, None, (), terms.seed, terms.rounds)
 
-    def serve(self, backbone: Backbone, class_names: Sequence[str]) -> Served:
+    def serve(self, backbone: Backbone, class_names: Sequence[str], temperature: float = 1.0) -> Served:
         """The adapted classifier over ``class_names``, and the zero-shot classifier of the template.
 
         Raises:
@@ -130,6 +131,7 @@ class AdaptedModel:
                 template = by_template(context) if backbone.has_text else None
         except (MethodError, BackboneError) as error:
             raise CommandError(str(error), Exit.BAD_INPUT) from None
+        classifier = classifier if temperature == 1.0 else Tempered(classifier, temperature)
         return Served(method.name, self.round, context, classifier, template, self.greys)
 
     def merged(self, backbone: Backbone, class_names: Sequence[str]) -> Tensors:
@@ -184,6 +186,17 @@ def _terms(given: FederationSpec | Card, **known: Any) -> TrainingTerms:
     """The training terms that a classifier reads; ``known`` replaces fields."""
     fields = ("method", "training", "backbone", "template", "rounds", "seed")
     return TrainingTerms(class_names=None, **({name: getattr(given, name) for name in fields} | known))
+
+
+class Tempered:
+    """A classifier whose logits are divided by a temperature: confidences change, and no answer."""
+
+    def __init__(self, classifier: Classifier, temperature: float):
+        self._classifier, self._temperature = classifier, temperature
+
+    def logits(self, split: Split, indices: torch.Tensor) -> torch.Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        return self._classifier.logits(split, indices) / self._temperature
 
 
 def predictor_of(served: Served) -> Predictor:

@@ -333,6 +333,16 @@ def test_the_mean_area_is_that_of_the_classes_that_have_both_kinds_of_images() -
     assert metrics.mean_auroc(labels, np.full((4, 3), 1 / 3)) == 0.5, "ties"
 
 
+def test_a_temperature_undoes_a_scale_of_the_logits() -> None:
+    draws = np.random.default_rng(4)
+    logits = draws.normal(size=(4000, 3))
+    shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    labels = [draws.choice(3, p=row) for row in shares]
+    assert metrics.fitted_temperature(labels, 4 * logits) == pytest.approx(4, rel=0.1)
+    assert metrics.fitted_temperature(labels, logits / 4) == pytest.approx(0.25, rel=0.1)
+    assert metrics.fitted_temperature(logits.argmax(axis=1), logits) == pytest.approx(0.05, rel=0.01), "the least one"
+
+
 def test_nearly_one_class_is_said_of_answers_that_no_label_explains() -> None:
     assert (metrics.largest_share([2, 0, 2, 2]), metrics.largest_share([0, -1, -1, -1])) == (0.75, 0.25)
     assert metrics.nearly_one_class(0.9)

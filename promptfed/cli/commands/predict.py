@@ -29,6 +29,9 @@ def predict(
     round: Annotated[int | None, typer.Option(min=0, help="with --federation: after this round")] = None,
     top: Annotated[int, typer.Option(min=1, help="classes that are shown")] = 5,
     out: Annotated[Path | None, typer.Option(help="with a folder: a file for the CSV; default: stdout")] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.01, max=100, help="divides the logits; `promptfed score --fit-on` finds one")
+    ] = 1.0,
     as_json: Json = False,
 ) -> None:
     """Classify images with what a federation learned, beside the same backbone's zero-shot answer."""
@@ -53,9 +56,9 @@ def predict(
         with asked.open() as api:
             model, names = scoring.model_of_federation(api, federation, round, class_names)
     if folders:
-        scoring.predict_folder(model, names, folders[0], allow_backbone, out)
+        scoring.predict_folder(model, names, folders[0], allow_backbone, out, temperature)
     else:
-        scoring.predict(model, names, images, allow_backbone, top, as_json)
+        scoring.predict(model, names, images, allow_backbone, top, as_json, temperature)
 
 
 @app.add(section="Use a result")
@@ -71,6 +74,9 @@ def score(
             "account's clients of the export's federation"
         ),
     ] = None,
+    fit_on: Annotated[
+        str | None, typer.Option(help="data URI whose training images the temperature of confidences is fitted on")
+    ] = None,
     key: Key = None,
     as_json: Json = False,
 ) -> None:
@@ -80,7 +86,7 @@ def score(
     """
     from promptfed.cli.scoring import run_score
 
-    run_score(export, data, out, allow_backbone, as_json, key, state_dir or ())
+    run_score(export, data, out, allow_backbone, as_json, key, state_dir or (), fit_on)
 
 
 @app.add(section="Use a result")
