@@ -320,7 +320,11 @@ def test_a_body_that_does_not_arrive_is_given_up(coordinator_with: Make) -> None
     assert a.answer(task).status_code == 201
 
 
-def test_one_client_s_slow_uploads_keep_nobody_else_out(coordinator_with: Make) -> None:
+def test_one_client_s_slow_uploads_keep_nobody_else_out(
+    coordinator_with: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("promptfed.coordinator.http.bodies.SMALL", 0)  # these stand for large ones
+    monkeypatch.setattr("promptfed.coordinator.http.bodies.BEHIND_SECONDS", PATIENCE)
     coordinator = coordinator_with(max_uploads=8, upload_wait_seconds=2 * PATIENCE, upload_timeout_seconds=2 * PATIENCE)
     federation, (a, b), (task_a, task_b) = open_first_phase(coordinator)
     uploads = coordinator.app.state.uploads
