@@ -178,8 +178,10 @@ def test_scores_of_several_sites_are_pooled(exported: Path, tmp_path: Path) -> N
 
 def test_figures_of_a_score_by_hand() -> None:
     labels, predicted = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1])
-    found = scores(labels, predicted, torch.tensor([0.9, 0.9, 0.9, 0.9]), ["a", "b", "c"])
+    told = torch.tensor([[0.9, 0.1, 0], [0.1, 0.9, 0], [0.1, 0.9, 0], [0.1, 0.9, 0]])
+    found = scores(labels, predicted, torch.tensor([0.9, 0.9, 0.9, 0.9]), told, ["a", "b", "c"])
     assert found.accuracy == 0.75
+    assert (found.majority, found.one_answer, found.auroc) == (0.5, 0.75, 0.75)
     assert found.ece == pytest.approx(0.15)
     assert (found.worst_class, found.worst_class_accuracy) == ("a", 0.5)
     assert found.macro_f1 == pytest.approx((2 / 3 + 4 / 5) / 2)
@@ -238,7 +240,7 @@ DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=ii
 
 
 SPEC = {
-    "name": "planned", "method": {"name": "promptfl"}, "rounds": 25, "training": {"batch_size": 80},
+    "name": "planned", "method": {"name": "promptfl"}, "rounds": 25, "training": {"batch_size": 80, "epochs": 1},
     "privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 2.0},
 }  # fmt: skip
 
