@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,11 +30,11 @@ from promptfed.coordinator.api.deps import ROUTES, endpoint_of
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler
-from promptfed.coordinator.engine.sharing import Sharing
 from promptfed.coordinator.engine.telemetry import Metrics
 from promptfed.coordinator.http.bodies import JsonBodies, Uploads
 from promptfed.coordinator.http.callers import AuthThrottle
-from promptfed.coordinator.http.redirects import PROTOCOL_HEADER, Elsewhere, with_headers
+from promptfed.coordinator.http.headers import PROTOCOL_HEADER, with_headers
+from promptfed.coordinator.http.waiting import InTurn
 from promptfed.coordinator.operations import enrolment as clients_operations
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.settings import Settings
@@ -42,6 +43,7 @@ from promptfed.coordinator.store.blobs import DamagedBlob
 from promptfed.coordinator.store.bucket import ObjectStoreAway
 from promptfed.coordinator.store.database import DatabaseAway
 from promptfed.coordinator.store.opening import Signer, Store, open_store
+from promptfed.coordinator.store.turns import TRY_SECONDS
 from promptfed.shared.messages import Problem
 from promptfed.shared.privacy.noise import Noise
 from promptfed.shared.service.reasons import offence
@@ -57,6 +59,7 @@ ROUTERS = (
     results,
     operators,
 )
+LOOK_SECONDS = 0.25  # between two looks whether this coordinator's turn has ended
 ANSWERED_AS_PROBLEMS: tuple[type[Exception], ...] = (
     problems.Refusal,
     RequestValidationError,
@@ -76,10 +79,11 @@ class Application(FastAPI):
     def __init__(self, settings: Settings, **options: Any):
         super().__init__(**options)
         self.state.settings = settings
+        self.state.turn = None
         self._declared = super().__call__
         self._calls: ASGIApp = self._routed
         if settings.advertise_url is not None:
-            self._calls = Elsewhere(self._calls)
+            self._calls = InTurn(self._calls)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -146,34 +150,76 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Drive the store's federations for the length of a block; servers enter it by themselves.
 
     The store is opened here unless it lies in ``app.state.store``; it is closed at the end. A simulation lays its
-    seeded noise into ``app.state.noise``.
+    seeded noise into ``app.state.noise``. One of several coordinators waits for its turns in the background; what ends
+    that lies in ``app.state.failed``, a future.
     """
     settings: Settings = app.state.settings
-    store: Store | None = getattr(app.state, "store", None)
-    if store is None:
-        store = await asyncio.to_thread(open_store, settings)
-    noise: Noise | None = getattr(app.state, "noise", None)
-    app.state.registry = registry = Registry(store.database, store.blobs, Metrics(), store.leases, noise)
-    app.state.operator_digest = opening.digest(_first_token(settings))
-    app.state.signer = Signer(settings.data_dir, settings.signing_key_file)
-    app.state.uploads = Uploads(
-        registry, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
-    )
-    app.state.auth_throttle = AuthThrottle(settings.auth_failures_per_minute)
-    scheduler = Scheduler(registry)
-    sharing = None
-    if store.leases is not None:
-        sharing = Sharing(registry, store.leases, store.blobs.bucket)
+    if settings.advertise_url is None:
+        store: Store | None = getattr(app.state, "store", None)
+        if store is None:
+            store = await asyncio.to_thread(open_store, settings)
+        async with _working(app, store):
+            yield
+        return
+    waiting, stopping = await asyncio.to_thread(opening.Waiting, settings), asyncio.Event()
+    app.state.failed = turns = asyncio.create_task(_take_turns(app, waiting, stopping), name="turns")
     try:
+        yield
+    finally:
+        waiting.stop()
+        stopping.set()
+        await asyncio.gather(turns, return_exceptions=True)
+        waiting.close()
+
+
+async def _take_turns(app: FastAPI, waiting: opening.Waiting, stopping: asyncio.Event) -> None:
+    """Work whenever no other coordinator does, until ``waiting`` is stopped. Raises CannotOpen, BootstrapFailed,
+    OSError.
+    """
+    while not stopping.is_set():
+        try:
+            store = await asyncio.to_thread(waiting.next_store)
+            if store is not None:
+                await _take_turn(app, store, stopping)
+        except (DatabaseAway, ObjectStoreAway, SQLAlchemyError) as error:
+            log.warning("this coordinator could not take its turn: %s", error)
+            await asyncio.sleep(TRY_SECONDS)
+
+
+async def _take_turn(app: FastAPI, store: Store, stopping: asyncio.Event) -> None:
+    turn = store.turn
+    assert turn is not None
+    async with _working(app, store):
+        log.info("this coordinator works now")
+        app.state.turn = turn
+        while turn.works and not stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), LOOK_SECONDS)
+        if not stopping.is_set():
+            log.warning("another coordinator may work now: this one drops what it has in memory, and waits")
+            turn.end()
+
+
+@asynccontextmanager
+async def _working(app: FastAPI, store: Store) -> AsyncIterator[None]:
+    """A block in which an opened store's federations are driven. The store is closed at the end."""
+    settings: Settings = app.state.settings
+    noise: Noise | None = getattr(app.state, "noise", None)
+    registry = Registry(store.database, store.blobs, Metrics(), noise)
+    scheduler = Scheduler(registry)
+    try:
+        app.state.registry = registry
+        app.state.operator_digest = opening.digest(_first_token(settings))
+        app.state.signer = Signer(settings.data_dir, settings.signing_key_file)
+        app.state.uploads = Uploads(
+            registry, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
+        )
+        app.state.auth_throttle = AuthThrottle(settings.auth_failures_per_minute)
         await scheduler.start()
-        if sharing is not None:
-            await sharing.start()
         await asyncio.to_thread(federations.bootstrap, registry, settings)
         yield
     finally:
         await scheduler.stop()
-        if sharing is not None:
-            await sharing.stop()
         store.close()
 
 

@@ -122,16 +122,12 @@ class ObjectsAway(
     """The object store does not answer: nothing was stored."""
 
 
-class FederationMoving(Refusal, status=503, title="Another coordinator takes this federation over", retry_after=1):
-    """Of several coordinators another one carries it out, or is about to: nothing was stored here."""
+class Waiting(Refusal, status=503, title="This coordinator waits", retry_after=1):
+    """Of several coordinators another one works: nothing was stored here. Ask the other addresses, or again."""
 
-
-class HeldElsewhere(Refusal, status=307, title="Another coordinator carries this federation out"):
-    """The same request belongs to the address in ``Location``, with the same token."""
-
-
-class Misdirected(Refusal, status=421, title="Another coordinator carries this federation out"):
-    """As ``HeldElsewhere`` for the operator's page; ``coordinator`` has the address."""
+    def __init__(self) -> None:
+        text = "of several coordinators another one works, and this one waits: ask that one, or send it again"
+        super().__init__(text, headers={"Connection": "close"})
 
 
 class MethodAbsent(Refusal, status=503, title="The coordinator cannot go on with this federation", retry_after=60):

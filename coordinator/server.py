@@ -71,10 +71,19 @@ class Server(uvicorn.Server):
             self.failure = error
             self.should_exit = True
             return
+        if (failed := getattr(self._app.state, "failed", None)) is not None:
+            failed.add_done_callback(self._end)
         await super().startup(sockets)
         for listening in sockets or []:
             listening.listen(QUEUE)  # asyncio has one number for this and for how many it accepts at once
         self._ready()
+
+    def _end(self, turns: asyncio.Task[None]) -> None:
+        """The coordinator cannot wait for further turns."""
+        error = turns.exception() if not turns.cancelled() else None
+        if error is not None:
+            self.failure = error if isinstance(error, Exception) else None
+            self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End connections, then let go of the federations."""
@@ -110,7 +119,7 @@ def serve(settings: Settings) -> int:
         with _ended_by_sigterm():
             _check(settings)
             listening = _bind(settings)
-            store = open_store(settings)
+            store = open_store(settings) if settings.advertise_url is None else None
     except (CannotOpen, BootstrapFailed, OSError) as error:
         told = named(error) if isinstance(error, OSError) else error
         print(f"coordinator: {told}", file=sys.stderr)
@@ -123,11 +132,16 @@ def serve(settings: Settings) -> int:
     base_url = url_of(listening, settings.host, "https" if settings.tls_cert else "http")
 
     def ready() -> None:
-        place = store.database.backend.place
-        log.info("listening on %s, data in %s, database at %s", base_url, settings.data_dir, place)
-        token = settings.data_dir / opening.OPERATOR_FILE
-        log.info("the operator's page is %s/; its token lies in %s", base_url, token)
-        _warn_of_file_limit(app.state.registry)
+        if store is None:
+            log.info(
+                "listening on %s, data in %s: waiting until no other coordinator works", base_url, settings.data_dir
+            )
+        else:
+            place = store.database.backend.place
+            log.info("listening on %s, data in %s, database at %s", base_url, settings.data_dir, place)
+            token = settings.data_dir / opening.OPERATOR_FILE
+            log.info("the operator's page is %s/; its token lies in %s", base_url, token)
+            _warn_of_file_limit(app.state.registry)
         if settings.port_file is not None:
             write_whole(settings.port_file, f"{base_url}\n".encode(), synced=False)
 
@@ -143,7 +157,7 @@ def serve(settings: Settings) -> int:
         return DATABASE_AWAY if isinstance(server.failure, DatabaseAway) else CANNOT_START
     if not server.started:
         return CANNOT_START
-    if app.state.registry.computing:
+    if getattr(app.state, "registry", None) is not None and app.state.registry.computing:
         # The interpreter would wait for the computing thread. Nothing is lost: it starts again from what is committed.
         logging.shutdown()
         os._exit(0)
@@ -161,8 +175,10 @@ def _warn_of_file_limit(registry: Registry) -> None:
         log.warning(text, most, enrolled, left, HOW_TO_RAISE)
 
 
-def _why(error: Exception, store: Store) -> str:
+def _why(error: Exception, store: Store | None) -> str:
     """One line on why the federations could not be taken up."""
+    if store is None:
+        return str(error)
     database = store.database
     if database.is_full(error):
         return f"the disk of {database.backend.place} is full: make room, and start it again"

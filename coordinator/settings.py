@@ -66,9 +66,7 @@ class Settings(BaseSettings):
     port_file: Annotated[Path | None, Field(description="write the base URL here once the coordinator answers")] = None
     advertise_url: Annotated[
         str | None,
-        Field(
-            description="this coordinator's address for clients, if several coordinators share one PostgreSQL database"
-        ),
+        Field(description="this coordinator's address, if several wait for each other on one PostgreSQL database"),
     ] = None
     operator_token_file: Annotated[
         Path | None,
@@ -165,8 +163,6 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"--advertise-url is for several coordinators, which share {', '.join(missing)}: give them"
             )
-        if self.bootstrap is not None:
-            raise ValueError("--bootstrap is for one coordinator alone: promptfed federation create makes a federation")
 
     def url(self) -> str | None:
         """The URL of a PostgreSQL database, password and all; None: SQLite in the data folder. Raises ValueError."""

@@ -37,6 +37,11 @@ def _found(name: str) -> ModuleType | None:
 _fcntl, _msvcrt, _resource = _found("fcntl"), _found("msvcrt"), _found("resource")
 
 
+def boot_time() -> float:
+    """Seconds that also pass while the machine sleeps, where the system counts them."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
 def lock(handle: int) -> None:
     """Wait until no other process has the file, and hold it until ``handle`` is closed."""
     if _fcntl is not None:

@@ -333,6 +333,7 @@ ANY_REQUEST: tuple[type[Refusal], ...] = (
     problems.UploadTimeout,
     problems.BodyTooLarge,
     problems.InternalError,
+    problems.Waiting,
 )
 ANY_CALLER: tuple[type[Refusal], ...] = (
     problems.ProtocolVersion,
@@ -343,9 +344,6 @@ ANY_CALLER: tuple[type[Refusal], ...] = (
     problems.OtherCertificate,
     problems.NotFound,
     problems.StoreAway,
-    problems.FederationMoving,
-    problems.HeldElsewhere,
-    problems.Misdirected,
     problems.StorageDamaged,
     problems.MethodAbsent,
 )

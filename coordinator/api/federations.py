@@ -120,11 +120,10 @@ def _listed(session: Session, registry: Registry, federation: Federation, caller
 def list_federations(registry: RegistryOf, caller: IsViewer, limit: Limit = 100, after: After = None) -> FederationPage:
     """All federations, oldest first."""
     with registry.database.read() as session:
-        ids = registry.all_ids(session)
-        begin = ids.index(after) + 1 if after in ids else 0
-        found = [registry.anywhere(session, id) for id in ids[begin : begin + limit]]
-        page = [federation for federation in found if federation is not None]
-        following = page[-1].id if page and begin + limit < len(ids) else None
+        known = list(registry.federations.values())
+        begin = next((k for k, federation in enumerate(known, 1) if federation.id == after), 0)
+        page = known[begin : begin + limit]
+        following = page[-1].id if page and begin + limit < len(known) else None
         views = [_listed(session, registry, federation, caller) for federation in page]
         return FederationPage(federations=views, next=following)
 

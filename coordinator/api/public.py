@@ -32,14 +32,12 @@ async def healthz() -> Health:
 @router.get("/readyz", responses=documented(NotReady), tags=["health"])
 def readyz(registry: RegistryOf) -> Health:
     """Ready: the store can be written, and the engine runs."""
-    if registry.cut_off:
+    if registry.away:
         raise NotReady("the database is away")
     if not registry.ready:
         raise NotReady("the engine is stopping")
     if (why := registry.writable.why_not()) is not None:
         raise NotReady(why)
-    if registry.away:
-        raise NotReady("this coordinator's leases are old: others may have taken its federations")
     return Health(status="ok")
 
 
@@ -71,10 +69,9 @@ CONTENT: dict[str, dict[str, str]] = {kind.split(";")[0]: {} for kind in MEDIA_T
         **documented(),
     },
 )
-async def get_page(registry: RegistryOf, if_none_match: Annotated[str | None, Header()] = None) -> Response:
+async def get_page(if_none_match: Annotated[str | None, Header()] = None) -> Response:
     """The page on which operators watch and control federations."""
-    others = registry.leases.addresses if registry.leases is not None else []
-    return PAGE.answer("index.html", if_none_match, others)
+    return PAGE.answer("index.html", if_none_match)
 
 
 @router.get(

@@ -14,7 +14,6 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.store.database import chain_audit_log
 from promptfed.coordinator.store.queries import Batch
 from promptfed.coordinator.store.tables import AuditRow, OperatorRow
 from promptfed.shared.api.api_schemas import FIRST_LINK, AuditEntry, OperatorRole
@@ -58,7 +57,6 @@ def add(session: Session, batch: Batch, act: str, federation: Federation | None 
     if batch.audit:
         number, previous = batch.audit[-1]["number"], batch.audit[-1]["hash"]
     else:
-        chain_audit_log(session.connection())
         last = session.connection().execute(LAST).one_or_none()
         number, previous = (last[0], last[1]) if last is not None else (0, FIRST_LINK)
     entry = AuditEntry(

@@ -110,15 +110,10 @@ class Changes:
         self,
         session: Session,
         get: Callable[[str], Federation],
-        fence: Callable[[Session, str], None] | None = None,
         noise: Noise | None = None,
     ):
-        """``fence`` sees to it that a federation is this coordinator's until the transaction is over, or raises.
-
-        ``noise``: where the keys of phases come from. ``committed`` is called once the transaction is on the disk.
-        """
+        """``noise``: where the keys of phases come from. ``committed`` is called once all is on the disk."""
         self.committed: Callable[[], None] = lambda: None
-        self._fence = fence
         self._noise = noise or SecretNoise()
         self.batch = Batch()
         self.by_id: dict[str, Change] = {}
@@ -126,10 +121,8 @@ class Changes:
         self._get = get
 
     def of(self, id: str) -> Change:
-        """The part on this federation. Raises NotFound, MethodAbsent, FederationMoving."""
+        """The part on this federation. Raises NotFound, MethodAbsent."""
         if id not in self.by_id:
-            if self._fence is not None:
-                self._fence(self._session, id)
             self.by_id[id] = Change(self._session, self._get(id), self.batch, self._noise)
         return self.by_id[id]
 

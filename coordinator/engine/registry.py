@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from prometheus_client import Gauge
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 from starlette.types import Receive
 
 from promptfed.coordinator.aggregation.secure_sums import Attempt
@@ -30,12 +29,11 @@ from promptfed.coordinator.engine.audit import Operator, operator_of
 from promptfed.coordinator.engine.committer import Committer, RegistryClosed
 from promptfed.coordinator.engine.recorder import Change, Changes
 from promptfed.coordinator.engine.telemetry import LastSeen, Metrics
-from promptfed.coordinator.problems import FederationMoving, MethodAbsent, NotFound
+from promptfed.coordinator.problems import MethodAbsent, NotFound
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database, DatabaseAway
-from promptfed.coordinator.store.leases import Fenced, Leases
 from promptfed.coordinator.store.opening import Writable
-from promptfed.coordinator.store.tables import DELETING, FederationRow, OperatorRow
+from promptfed.coordinator.store.tables import OperatorRow
 from promptfed.shared.messages import ENDED
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 
@@ -149,14 +147,9 @@ class Registry:
         database: Database,
         blobs: Blobs,
         metrics: Metrics,
-        leases: Leases | None = None,
         noise: Noise | None = None,
     ):
-        """``leases``: among several coordinators, which of the database's federations are this one's.
-
-        ``noise``: where noise and sampling that nobody may foresee come from; simulations hand in seeded ones.
-        """
-        self.leases = leases
+        """``noise``: where noise and sampling that nobody may foresee come from; simulations hand in seeded ones."""
         self.noise = noise or SecretNoise()
         self.database = database
         self.blobs = blobs
@@ -165,7 +158,7 @@ class Registry:
         self.wakeups = Wakeups()
         self.waits = Waits(self.wakeups, metrics.waiting)
         self.committer = Committer(self.changes, database.is_full, self._open_tasks)
-        self.last_seen = LastSeen(database, leases.id if leases is not None else None)
+        self.last_seen = LastSeen(database)
         self.federations: dict[str, Federation] = {}
         self.operators: dict[str, Operator] = {}
         self.retired: dict[str, int] = {}
@@ -177,7 +170,6 @@ class Registry:
         self.leftovers = True
         self._closed = False
         self._reloading = False
-        self._reading: set[str] = set()
         self._turn = threading.RLock()
         self._tensors = ThreadPoolExecutor(1, "tensors")
         self._computing: set[Future[Any]] = set()
@@ -207,10 +199,8 @@ class Registry:
 
     def _load(self) -> None:
         self.epoch = secrets.token_hex(8)
-        if self.leases is not None:
-            self.leases.let_go_of_all()  # Each is taken up when its lease is taken.
         with self.database.read() as session:
-            self.federations = {} if self.leases is not None else recovery.load_all(session, clock.monotonic())
+            self.federations = recovery.load_all(session, clock.monotonic())
             self.operators = {row.digest: operator_of(row) for row in session.scalars(select(OperatorRow))}
         for federation in self.federations.values():
             self._begin(federation)
@@ -224,60 +214,8 @@ class Registry:
             with self.change(federation.id) as change:
                 change.send(run_state.Restarted(now))
 
-    def take_up(self, id: str) -> None:
-        """Read one federation whose lease this coordinator holds, and go on with it as after a restart.
-
-        Does nothing if it is in memory, or another thread is reading it. Raises as ``change`` does.
-        """
-        assert self.leases is not None
-        with self._turn:
-            epoch = self.leases.held.get(id)
-            if id in self.federations or id in self._reading or epoch is None:
-                return
-            self._reading.add(id)
-        try:
-            with self.database.read() as session:
-                federation = recovery.load_one(session, id, clock.monotonic())
-            if federation is None:
-                self.leftovers = True  # It is being deleted.
-                self.wake([])
-            else:
-                self._enter(federation, epoch)
-        finally:
-            self._reading.discard(id)
-
-    def _enter(self, federation: Federation, epoch: int) -> None:
-        id = federation.id
-        with self._turn:
-            if self._closed or self.leases is None or self.leases.held.get(id) != epoch:
-                return  # The lease was lost while the federation was read: it may have changed since.
-            self.federations = {**self.federations, id: federation}
-            try:
-                self._begin(federation)
-            except BaseException:
-                self.federations = {key: known for key, known in self.federations.items() if key != id}
-                raise
-        log.info("%s is taken up", federation.name, extra=telemetry.where(federation))
-        self.wake([])
-
-    def lose(self, id: str) -> None:
-        """Let go of a federation that another coordinator has taken over."""
-        with self._turn:
-            if self.leases is not None:
-                self.leases.let_go(id)
-            self.retired.pop(id, None)
-            known = self.federations.get(id)
-        self.forget(id)
-        if known is not None:
-            log.warning("%s is carried out by another coordinator now", known.name, extra=telemetry.where(known))
-
     @property
     def away(self) -> bool:
-        """Whether requests are refused because memory may be outdated."""
-        return self.cut_off or (self.leases is not None and self.leases.stale)
-
-    @property
-    def cut_off(self) -> bool:
         """Whether the database is away, or what it holds is not taken up again yet."""
         return self.database.away is not None or self._reloading
 
@@ -319,7 +257,6 @@ class Registry:
         """The federation with this id. Raises NotFound, MethodAbsent."""
         federation = self.federations.get(id)
         if federation is None:
-            self.expect_here(id)
             raise NotFound("there is no such federation")
         if federation.absent is not None:
             why = f"{federation.name} is left alone: {federation.absent}"
@@ -336,54 +273,12 @@ class Registry:
         if federation is None:
             federation = next((known for known in self.federations.values() if known.name == id_or_name), None)
         if federation is None:
-            self.expect_here(id_or_name)
             raise NotFound(f"there is no federation {id_or_name[:100]!r} here: check its name")
         return federation
-
-    def expect_here(self, asked: str | None) -> None:
-        """Refuse what is asked of a federation, by id or name, that another coordinator carries out."""
-        if self.leases is not None and asked is not None and self.leases.place(asked) is not None:
-            raise FederationMoving("another coordinator carries this federation out: send it again")
-
-    def expect_here_or_known(self, asked: str | None) -> None:
-        """As ``expect_here`` for an unknown token: only the coordinator that runs the federation knows its clients."""
-        known = self.federations.values() if self.leases is not None else ()
-        if not any(asked in (federation.id, federation.name) for federation in known):
-            self.expect_here(asked)
-
-    def _fence(self, session: Session, id: str) -> None:
-        assert self.leases is not None
-        try:
-            self.leases.check(session, id)
-        except Fenced:
-            text = "another coordinator has taken this federation over, nothing was stored: send it again"
-            raise FederationMoving(text) from None
 
     def _open_tasks(self, id: str) -> int:
         federation = self.federations.get(id)
         return len(federation.tasks) if federation is not None else 0
-
-    @contextmanager
-    def write(self, id: str) -> Iterator[Session]:
-        """A transaction on one federation that changes nothing that is held in memory."""
-        with self.database.write() as session:
-            if self.leases is not None:
-                self._fence(session, id)
-            yield session
-
-    def all_ids(self, session: Session) -> list[str]:
-        """All federations, also those that other coordinators carry out, oldest first."""
-        if self.leases is None:
-            return list(self.federations)
-        query = select(FederationRow.id).where(FederationRow.state != DELETING)
-        return list(session.scalars(query.order_by(FederationRow.created_at, FederationRow.id)))
-
-    def anywhere(self, session: Session, id: str) -> Federation | None:
-        """A federation, as it stands in the database if it is not in memory; None if it was deleted meanwhile."""
-        known = self.federations.get(id)
-        if known is None and self.leases is not None:
-            return recovery.load_one(session, id, clock.monotonic())
-        return known
 
     @contextmanager
     def change(self, id: str) -> Iterator[Change]:
@@ -398,8 +293,7 @@ class Registry:
             if self._closed:
                 raise RegistryClosed
             with self.database.write() as session:
-                fence = self._fence if self.leases is not None else None
-                changes = Changes(session, self.get, fence, self.noise)
+                changes = Changes(session, self.get, self.noise)
                 yield changes
                 changes.write()
             before = self.federations

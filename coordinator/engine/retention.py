@@ -86,7 +86,7 @@ def collect(registry: Registry, digests: Iterable[str]) -> None:
     for begin in range(0, len(candidates), AT_ONCE):
         some = candidates[begin : begin + AT_ONCE]
         with registry.exclusively(), registry.database.read() as session:
-            registry.blobs.remove(set(some) - _named(session, some), _named)
+            registry.blobs.remove(set(some) - _named(session, some))
         time.sleep(TURN_SECONDS)
 
 
@@ -157,12 +157,10 @@ def delete_federation(registry: Registry, id: str) -> None:
     """Delete a federation with all its data, also one whose method is absent. Raises NotFound, RegistryClosed."""
     with registry.exclusively():
         federation = registry.find_any(id)
-        with registry.write(id) as session:
+        with registry.database.write() as session:
             _hide(session, federation)
             audit.note(session, "federation-deleted", federation)
         registry.forget(id)
-        if registry.leases is not None:
-            registry.leases.removed(id)
     point("federation-hidden")
     try:
         _delete_rows(registry, id)
@@ -178,8 +176,6 @@ def finish(registry: Registry) -> None:
         with registry.database.read() as session:
             ids = list(session.scalars(select(FederationRow.id).where(FederationRow.state == DELETING)))
         for id in ids:
-            if registry.leases is not None and id not in registry.leases.held:
-                continue  # Another coordinator's.
             _delete_rows(registry, id)
     except BaseException:
         registry.leftovers = True
@@ -197,7 +193,7 @@ def _delete_rows(registry: Registry, id: str) -> None:
     while True:
         if registry.wakeups.closed:
             raise RegistryClosed
-        with registry.write(id) as session:
+        with registry.database.write() as session:
             any_rows, digests = _delete_some(session, id)
             if not any_rows:
                 supplied = select(FederationRow.supplied_state).where(FederationRow.id == id)
@@ -207,8 +203,6 @@ def _delete_rows(registry: Registry, id: str) -> None:
         collect(registry, digests)
         if not any_rows:
             registry.database.erase()
-            if registry.leases is not None:
-                registry.leases.let_go(id)
             return
         _let_others_in()
 

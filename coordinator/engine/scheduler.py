@@ -25,7 +25,7 @@ from promptfed.coordinator.engine import jobs, retention, telemetry
 from promptfed.coordinator.engine.audit import Operator
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.registry import Registry, wait
-from promptfed.coordinator.problems import FederationMoving, NotFound, Refusal
+from promptfed.coordinator.problems import NotFound, Refusal
 from promptfed.coordinator.store.blobs import DamagedBlob
 from promptfed.coordinator.store.database import DatabaseAway, InUse
 from promptfed.coordinator.store.tables import OperatorRow, TokenRow
@@ -48,10 +48,7 @@ def has_expired(token: Operator | EnrolmentToken) -> bool:
 
 
 def mark(registry: Registry) -> None:
-    """Mark the tokens that have newly expired; without any, nothing is written. Raises SQLAlchemyError, DatabaseAway.
-
-    Of several coordinators each marks operators' tokens, and enrolment tokens of the federations that it carries out.
-    """
+    """Mark newly expired tokens; without any, nothing is written. Raises SQLAlchemyError, DatabaseAway."""
     operators = _newly_expired(registry.operators)
     enrolment = {id: _newly_expired(known.tokens) for id, known in registry.federations.items()}
     enrolment = {id: digests for id, digests in enrolment.items() if digests}
@@ -61,7 +58,6 @@ def mark(registry: Registry) -> None:
     with registry.exclusively():
         with registry.database.write() as session:
             for table, digests in to_mark:
-                # In order: two coordinators that mark the same rows do not wait for each other in a circle.
                 rows = [{"key": digest, "moment": clock.now()} for digest in sorted(digests)]
                 if rows:
                     session.connection().execute(_STATEMENTS[table], rows)
@@ -90,8 +86,8 @@ RETIRE_SECONDS = 1.0  # between two removals of what a running federation's roun
 STOP_SECONDS = 1.0
 HANG_SECONDS = 30.0  # after which a database that neither answers nor refuses is given up
 
-MOVED_ON = (NotFound, FederationMoving, WrongMoment, RegistryClosed)
-"""The federation was deleted, has ended or moved on meanwhile, or another coordinator runs it."""
+MOVED_ON = (NotFound, WrongMoment, RegistryClosed)
+"""The federation was deleted, has ended or moved on meanwhile."""
 Job = Callable[[Registry, str], None]
 """What is carried out on the thread for tensor work: of this registry, for the federation with this id."""
 
@@ -149,7 +145,7 @@ class Scheduler:
         flushed, trimmed = -math.inf, clock.monotonic()  # the first beat is at once
         while not self._registry.wakeups.closed:
             wakeup = self._registry.wakeups.listen("driver")
-            if self._registry.cut_off and not await self._is_back():
+            if self._registry.away and not await self._is_back():
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             for federation in self._registry.federations.values():

@@ -21,14 +21,14 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from sqlalchemy import bindparam, select, update
+from sqlalchemy import bindparam, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.run_state import Run
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.store.database import Database
-from promptfed.coordinator.store.tables import ClientRow, LeaseRow, TaskRow
+from promptfed.coordinator.store.tables import ClientRow, TaskRow
 from promptfed.shared.api.api_schemas import FAILURES
 from promptfed.shared.service import process
 
@@ -115,13 +115,8 @@ SERVED = update(TaskRow).where(TaskRow.id == bindparam("key")).values(bytes_down
 class LastSeen:
     """Clients' last requests, and bytes served by task."""
 
-    def __init__(self, database: Database, holder: str | None = None):
-        """holder: this one of several coordinators, which writes only about clients of its own federations."""
+    def __init__(self, database: Database):
         self._database = database
-        self._seen_statement = SEEN
-        if holder is not None:
-            mine = select(LeaseRow.federation_id).where(LeaseRow.holder == holder)
-            self._seen_statement = SEEN.where(ClientRow.federation_id.in_(mine))
         self._lock = threading.Lock()
         self._seen: dict[str, float] = {}  # seconds of the epoch
         self._bytes: collections.Counter[str] = collections.Counter()
@@ -160,9 +155,7 @@ class LastSeen:
             with self._database.write() as session:
                 connection = session.connection()
                 if seen:
-                    connection.execute(
-                        self._seen_statement, [{"key": key, "moment": clock.text(at)} for key, at in seen.items()]
-                    )
+                    connection.execute(SEEN, [{"key": key, "moment": clock.text(at)} for key, at in seen.items()])
                 if served:
                     connection.execute(SERVED, [{"key": key, "size": size} for key, size in served.items()])
         except SQLAlchemyError:

@@ -271,7 +271,6 @@ def look_up(connection: HTTPConnection, registry: Registry, token_digest: str) -
     try:
         caller = _identify(token_digest, state.operator_digest, registry.operators, federations)
     except Unauthorized:
-        registry.expect_here_or_known(asked)
         auth_throttle.check_wrong(address_of(connection), token_digest)
         raise
     auth_throttle.check_right(address_of(connection), token_digest)

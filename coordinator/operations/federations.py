@@ -14,15 +14,13 @@ from typing import Any
 
 import yaml
 from sqlalchemy import select
-from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.engine import audit, recovery
+from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import has_expired
 from promptfed.coordinator.operations import tokens
@@ -113,37 +111,20 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
             return known
         spec = resolve(raw)
         if any(spec.name in (federation.name, federation.id) for federation in registry.federations.values()):
-            raise _taken(spec)
+            text = f"there is already a federation {spec.name!r}: choose another name, or delete that one"
+            raise problems.NameTaken(text)
         federation = new_federation("fed-" + secrets.token_hex(8), spec)
         federation = _budgeted(federation, registry.noise)
         if spec.participation.draw == "secret" and federation.sampling_key is None:
             federation = federation.drawing_with(secrets.token_hex(32))
         with registry.database.write() as session:
             session.add(_row(federation, key, request_digest))
-            _flush_among_others(registry, session, federation)
+            session.flush()
             session.add(EventRow(federation_id=federation.id, kind="federation-created", data={}, at=clock.now()))
             audit.note(session, "federation-created", federation, spec_sha256=request_digest)
-        if registry.leases is not None:
-            registry.leases.added(federation.id, federation.name)
         registry.add(federation)
     point("federation-created")
     return federation
-
-
-def _taken(spec: FederationSpec) -> problems.NameTaken:
-    return problems.NameTaken(f"there is already a federation {spec.name!r}: choose another name, or delete that one")
-
-
-def _flush_among_others(registry: Registry, session: Session, federation: Federation) -> None:
-    """Write the new row. Another coordinator may write one with the same name or key at the same time."""
-    try:
-        session.flush()
-    except IntegrityError:
-        if registry.leases is None:
-            raise
-        raise _taken(federation.spec) from None
-    if registry.leases is not None:
-        registry.leases.add(session, federation.id)
 
 
 def _digest_of(raw: dict[str, Any]) -> str:
@@ -166,8 +147,6 @@ def _created_with(registry: Registry, key: str | None, request_digest: str) -> F
             raise problems.KeyReused(
                 "this Idempotency-Key was used with another spec: use a fresh key for a fresh federation"
             )
-        if registry.leases is not None and row.id not in registry.federations:
-            return recovery.load(session, row, clock.monotonic())
         return registry.get(row.id)
 
 

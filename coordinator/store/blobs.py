@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -23,7 +23,6 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 from sqlalchemy import delete, select
-from sqlalchemy.orm import Session
 
 from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectCache, ObjectStoreAway, fresh_key, write_hashed
 from promptfed.coordinator.store.database import Database
@@ -52,9 +51,6 @@ ADMITTED_BYTES = 32 << 20
 Kept = TypeVar("Kept")
 Admitted = tuple[Arrays, float]
 """Of a small update from its admission to its aggregation: its tensors, and the norm of its change."""
-
-Named = Callable[[Session, list[str]], set[str]]
-"""Returns those of some digests that a row refers to."""
 
 
 class BlobRows:
@@ -87,28 +83,17 @@ class BlobRows:
         with self._database.read() as session:
             return set(session.scalars(select(ObjectRow.key)))
 
-    def remove(self, digests: Iterable[str], named: Named | None = None) -> tuple[list[str], list[str]]:
-        """Remove blobs; returns the removed digests, and the keys of objects that are no longer used.
-
-        named: keeps the digests that it returns. Other coordinators may refer to a digest before or after this
-        transaction, and wait for it.
-        """
+    def remove(self, digests: Iterable[str]) -> list[str]:
+        """Remove blobs; returns the keys of objects that are no longer used."""
         wanted = sorted(digests)
-        gone: list[str] = []
         keys: list[str] = []
         for begin in range(0, len(wanted), AT_ONCE):
             some = wanted[begin : begin + AT_ONCE]
             with self._database.write() as session:
-                if named is not None:
-                    for column in (BlobRow.digest, ObjectRow.digest):
-                        session.execute(select(column).where(column.in_(some)).order_by(column).with_for_update())
-                    still = named(session, some)
-                    some = [digest for digest in some if digest not in still]
                 keys += session.scalars(select(ObjectRow.key).where(ObjectRow.digest.in_(some))).all()
                 session.execute(delete(BlobRow).where(BlobRow.digest.in_(some)))
                 session.execute(delete(ObjectRow).where(ObjectRow.digest.in_(some)))
-            gone += some
-        return gone, keys
+        return keys
 
 
 class Remembered(Generic[Kept]):
@@ -184,8 +169,7 @@ class Blobs:
     Files in ``hold`` are not removed before the rows that refer to them are committed.
 
     rows: small blobs; without it all blobs are files. bucket: large blobs; no files are written then. copies: whether
-    cached copies of objects are used. shared: whether other coordinators use the same database, which may be about to
-    refer to a blob that no row refers to yet.
+    cached copies of objects are used.
     """
 
     def __init__(
@@ -195,11 +179,9 @@ class Blobs:
         bucket: Bucket | None = None,
         *,
         copies: bool = True,
-        shared: bool = False,
     ):
         self._folder = folder / "blobs"
         self.bucket = bucket
-        self.shared = shared
         self._copies = copies
         self._cache = ObjectCache(folder / "cache")
         self.incoming = folder / "incoming"
@@ -283,11 +265,10 @@ class Blobs:
                     if self._held[digest] <= 0:
                         del self._held[digest]
 
-    def remove(self, digests: Iterable[str], named: Named | None = None) -> list[str]:
+    def remove(self, digests: Iterable[str]) -> list[str]:
         """Remove blobs that no row refers to, except held files; returns the removed digests.
 
-        No other transaction may run, since it could refer to a digest again. ``named`` is asked once more where other
-        coordinators could.
+        No other transaction may run, since it could refer to a digest again.
         """
         gone = []
         for digest in digests:
@@ -298,7 +279,7 @@ class Blobs:
                 self._verified.pop(digest, None)
                 gone.append(digest)
         if self._rows is not None and gone:
-            gone, keys = self._rows.remove(gone, named if self.shared else None)
+            keys = self._rows.remove(gone)
             if self.bucket is not None:
                 # Their rows are gone: a crash before this, or a store that is away, leaves litter for the next start.
                 self._cache.forget(map(_name, gone))
@@ -318,11 +299,11 @@ class Blobs:
     def remove_litter(self) -> int:
         """Remove objects without a row, which crashes have left; returns how many. For the start.
 
-        Where several coordinators share the store, recent objects are kept: they may be about to get their row.
+        Recent objects are kept: they may be about to get their row.
         """
         if self.bucket is None or self._rows is None:
             return 0
-        until = time.time() - (LITTER_SECONDS if self.shared else -LITTER_SECONDS)  # the store has its own clock
+        until = time.time() - LITTER_SECONDS  # long enough for a store whose clock differs
         old = [key for key, put in self.bucket.blobs() if put < until]
         litter = set(old) - self._rows.all_keys()
         self.bucket.remove(litter)

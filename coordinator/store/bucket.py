@@ -115,7 +115,7 @@ class Bucket:
         self.put(ID_KEY, f"{name}\n".encode())
 
     def probe(self, writes: bool = True) -> None:
-        """Write, read and remove a small object, or only read one, without patience. Raises ObjectStoreAway."""
+        """Write, read and remove a small object, or only ask for one, without patience. Raises ObjectStoreAway."""
         key = PROBE_KEY + secrets.token_hex(8) if writes else ID_KEY
         try:
             with self._asked():
@@ -125,7 +125,9 @@ class Bucket:
                 if writes:
                     self._impatient.delete(key)
         except NoObject:
-            raise ObjectStoreAway(f"the object store at {self.place} does not have {key}, which was written") from None
+            if writes:
+                text = f"the object store at {self.place} does not have {key}, which was written"
+                raise ObjectStoreAway(text) from None
 
     @contextmanager
     def _asked(self) -> Iterator[None]:

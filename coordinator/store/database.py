@@ -61,8 +61,6 @@ class Backend(ABC):
     """Whether it lies in the data folder, beside the blobs that it names."""
     writer: Engine
     reader: Engine
-    shared: bool = False
-    """Whether several coordinators work on it, each carrying out federations of its own."""
 
     @abstractmethod
     def check(self) -> None:
@@ -88,6 +86,16 @@ class Backend(ABC):
     def cut(self) -> None:
         """Close every connection. Threads that wait for one get an error."""
 
+    def renew(self) -> bool:
+        """Say that this coordinator is there; False where another one has the lock now. Raises SQLAlchemyError."""
+        return True
+
+    def terminate_silent(self, seconds: float) -> None:
+        """Terminate the session of a coordinator that was not seen for ``seconds``, or an earlier one of this one.
+
+        Raises SQLAlchemyError.
+        """
+
 
 def one_line(error: object) -> str:
     """An error's text without line breaks."""
@@ -110,26 +118,59 @@ CONNECT = {
     "application_name": "promptfed coordinator",
 }
 SESSION = ("tcp_keepalives_idle = 10", "tcp_keepalives_interval = 5", "tcp_keepalives_count = 4")
-LOCK = "SELECT pg_try_advisory_lock(hashtextextended('promptfed coordinator ' || coalesce(current_schema(), ''), 0))"
-SHARED_LOCK = LOCK.replace("pg_try_advisory_lock(", "pg_try_advisory_lock_shared(")
+READERS = 8
 # Who stops in the middle of a transaction keeps others from nothing for longer.
 OF_SEVERAL = ("idle_in_transaction_session_timeout = 5000",)
-READERS = 8
+HANG_UP_SECONDS = 0.1  # until the locks of a terminated session are gone
+SIGNS = (*SESSION, "statement_timeout = 3000", "lock_timeout = 2000")
+NOW = "extract(epoch FROM clock_timestamp())"
+KEY = "hashtextextended('promptfed coordinator ' || coalesce(current_schema(), ''), 0)"
+LOCK = f"SELECT pg_try_advisory_lock({KEY})"
+IS_LISTED = "SELECT to_regclass('working') IS NOT NULL"
+# In one statement: whoever is stopped behind it has said who it is.
+TAKE = """
+    WITH lock AS MATERIALIZED (SELECT pg_try_advisory_lock(KEY) AS taken)
+    INSERT INTO working (id, holder, address, backend, since, seen)
+    SELECT 1, %(holder)s, %(address)s, pg_backend_pid(), NOW, NOW FROM lock WHERE taken
+    ON CONFLICT (id) DO UPDATE SET holder = excluded.holder, address = excluded.address, backend = excluded.backend,
+    since = excluded.since, seen = excluded.seen
+    RETURNING backend
+""".replace("KEY", KEY).replace("NOW", NOW)
+RENEW = """
+    INSERT INTO working (id, holder, address, backend, since, seen)
+    VALUES (1, %(holder)s, %(address)s, %(backend)s, NOW, NOW)
+    ON CONFLICT (id) DO UPDATE SET seen = excluded.seen
+    WHERE working.holder = excluded.holder AND working.backend = excluded.backend
+    RETURNING backend
+""".replace("NOW", NOW)
+# The session of the row: it has the lock, and is no later one with the same number.
+TERMINATE = """
+    SELECT pg_terminate_backend(working.backend::integer) FROM working
+    JOIN pg_stat_activity ON pg_stat_activity.pid = working.backend
+    WHERE (working.seen < NOW - %(silent)s OR working.holder = %(holder)s)
+    AND pg_stat_activity.backend_start <= to_timestamp(working.since)
+    AND EXISTS (
+        SELECT FROM pg_locks WHERE pid = working.backend AND locktype = 'advisory' AND granted AND objsubid = 1
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+        AND (classid::bigint << 32 | objid::bigint) = KEY
+    )
+""".replace("KEY", KEY).replace("NOW", NOW)
 
 
 class PostgreSQL(Backend):
-    """One database (or schema) of a server, for one coordinator, or for several (``shared``).
+    """One database (or schema) of a server. An advisory lock of the session excludes other coordinators.
 
-    An advisory lock of the session excludes other coordinators, or with ``shared`` those that work alone. The writing
-    connection takes it when it is made, and it ends with that connection. ``leases`` is for the leases of several
-    coordinators; ``writing`` is the server's process id of the writing session.
+    The writing connection takes it when it is made, and it ends with that connection. With an ``address`` the
+    coordinator is one of several that wait for each other (`turns.Turn`): the statement that takes the lock also says
+    who has it. ``writing`` is the server's process id of the writing session.
     """
 
     in_folder = False
 
-    def __init__(self, url: str, shared: bool = False):
-        """Does not connect yet. Raises CannotOpen."""
-        self.shared = shared
+    def __init__(self, url: str, address: str | None = None, holder: str = ""):
+        """Does not connect yet. ``holder``: the id of this coordinator among several. Raises CannotOpen."""
+        self.address = address
+        self._holder = holder
         self.writing: int | None = None
         try:
             import psycopg
@@ -149,9 +190,11 @@ class PostgreSQL(Backend):
         self.reader = create_engine(
             parsed, pool_size=READERS, max_overflow=READERS, pool_pre_ping=True, hide_parameters=True
         )
-        self.leases = create_engine(parsed, pool_size=2, pool_pre_ping=True, hide_parameters=True)
+        # Apart from transactions: they do not delay it, and what stops here keeps no row locked.
+        self.signs = create_engine(parsed, pool_size=1, pool_pre_ping=True, hide_parameters=True)
         self._on_connect(self.writer, self._prepare_writer)
         self._on_connect(self.reader, self._prepare_reader)
+        self._on_connect(self.signs, self._prepare_signs)
 
     def check(self) -> None:
         """Require an encoding that holds every name; warn about ``fsync=off``."""
@@ -163,6 +206,24 @@ class PostgreSQL(Backend):
         if fsync == "off" and not self._warned:
             self._warned = True
             log.warning("the database server runs with fsync=off: a power cut can lose updates answered with 201")
+
+    def renew(self) -> bool:
+        if self.writing is None:
+            return False
+        return not self._is_listed() or self._sign(RENEW, backend=self.writing) is not None
+
+    def terminate_silent(self, seconds: float) -> None:
+        if self._is_listed() and self._sign(TERMINATE, silent=seconds) is not None:
+            time.sleep(HANG_UP_SECONDS)
+
+    def _is_listed(self) -> bool:
+        return self._sign(IS_LISTED) == (True,)
+
+    def _sign(self, statement: str, **values: object) -> tuple[object, ...] | None:
+        known = {"holder": self._holder, "address": self.address, **values}
+        with self.signs.connect() as connection:
+            row = connection.exec_driver_sql(statement, known if "%(" in statement else None).first()
+            return tuple(row) if row is not None else None
 
     def why_away(self, error: DBAPIError) -> str | None:
         """The server ended, refused or restarted, or it is read-only now."""
@@ -205,32 +266,31 @@ class PostgreSQL(Backend):
 
     def _prepare_writer(self, connection: DriverConnection[Any]) -> None:
         connection.autocommit = True
-        locked = connection.execute(SHARED_LOCK if self.shared else LOCK).fetchone()
-        if locked != (True,):
+        if not self._lock(connection):
             raise InUse(f"another coordinator works on the database at {self.place}: stop it, or give another database")
         self.writing = connection.info.backend_pid
-        for setting in (*SESSION, *(OF_SEVERAL if self.shared else ())):
+        for setting in (*SESSION, *(OF_SEVERAL if self.address is not None else ())):
             connection.execute(f"SET {setting}".encode())
         # Every value but this one waits for the server's own disk.
         if connection.execute("SHOW synchronous_commit").fetchone() == ("off",):
             connection.execute("SET synchronous_commit = on")
         connection.autocommit = False
 
+    def _lock(self, connection: DriverConnection[Any]) -> bool:
+        if self.address is None or connection.execute(IS_LISTED).fetchone() != (True,):
+            return connection.execute(LOCK.encode()).fetchone() == (True,)
+        row = connection.execute(TAKE.encode(), {"holder": self._holder, "address": self.address}).fetchone()
+        return row is not None
+
+    def _prepare_signs(self, connection: DriverConnection[Any]) -> None:
+        connection.autocommit = True
+        for setting in SIGNS:
+            connection.execute(f"SET {setting}".encode())
+
     def _prepare_reader(self, connection: DriverConnection[Any]) -> None:
         # As SQLite's readers: all statements of a transaction see one commit.
         connection.isolation_level = self._driver.IsolationLevel.REPEATABLE_READ
         connection.read_only = True
-
-
-def take_turns(connection: Connection) -> None:
-    """Exclude other coordinators from starting until this transaction ends."""
-    connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtextextended('promptfed start', 0))")
-
-
-def chain_audit_log(connection: Connection) -> None:
-    """Exclude other coordinators from the audit log, whose entries are numbered, until this transaction ends."""
-    if connection.dialect.name == "postgresql":
-        connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtextextended('promptfed audit log', 0))")
 
 
 @contextmanager
@@ -293,8 +353,6 @@ class Database:
         """Create the tables, or upgrade those of an earlier version. Raises CannotOpen."""
         try:
             with self._turn, self._watched(), self.backend.writer.begin() as connection:
-                if self.backend.shared:
-                    take_turns(connection)
                 revision = _form(connection)
                 if revision is None:
                     # In their newest form at once: migrations are for tables that are there already.
@@ -302,7 +360,7 @@ class Database:
                     FORM.create(connection)
                     connection.execute(insert(FORM).values(version_num=_forms()[-1]))
                 elif revision != _forms()[-1]:
-                    self._expect_upgradable(connection, revision)
+                    self._expect_not_before(revision)
                     self._upgrade(connection)
         except DBAPIError as error:
             if self.is_damaged(error):
@@ -325,18 +383,6 @@ class Database:
             text_ = f"the database at {self.backend.place} was made by another version: {one_line(error)}"
             raise CannotOpen(f"{text_}: install the version that made it, or a later one") from None
 
-    def _expect_upgradable(self, connection: Connection, found: str) -> None:
-        """Refuse tables that other coordinators work on, unless they are up to date, and tables that are too old."""
-        if self.backend.shared:
-            seen = "SELECT count(*) FROM coordinators WHERE seen > extract(epoch FROM clock_timestamp()) - 5"
-            listed = connection.exec_driver_sql("SELECT to_regclass('coordinators') IS NOT NULL").scalar()
-            if listed and connection.exec_driver_sql(seen).scalar():
-                raise CannotOpen(
-                    f"the tables at {self.backend.place} have to be brought to this version's form, and other "
-                    "coordinators work on them: stop those first"
-                )
-        self._expect_not_before(found)
-
     def _expect_not_before(self, found: str | None) -> None:
         if found is not None and found < _forms()[0]:
             raise CannotOpen(
@@ -345,15 +391,17 @@ class Database:
                 "exports in a new store (docs/guides/operate.md, upgrade)"
             )
 
-    def expect_this_version(self) -> None:
-        """Refuse tables of another version's form. Raises CannotOpen, DatabaseAway."""
+    def expect_this_version(self, or_none: bool = False) -> None:
+        """Refuse tables of another version's form; ``or_none``: not where there are none. Raises CannotOpen,
+        DatabaseAway.
+        """
         try:
             with self._watched(), self.backend.reader.connect() as connection:
                 revision = _form(connection)
         except DBAPIError as error:
             raise CannotOpen(self.cannot_be_read(error)) from None
         self._expect_not_before(revision)
-        if revision != _forms()[-1]:
+        if revision != _forms()[-1] and not (or_none and revision is None):
             text_ = f"the tables at {self.backend.place} have the form {revision} instead of {_forms()[-1]}"
             raise CannotOpen(f"{text_}: start this version of the coordinator on them once")
 
@@ -430,6 +478,7 @@ class Database:
         free = self._turn.acquire(timeout=CLOSE_SECONDS)
         if not free:
             self.backend.cut()
+        self.away = self.away or "the coordinator has closed it"  # what still computes must not connect again
         self.backend.reader.dispose()
         self.backend.writer.dispose()
         if free:

@@ -8,7 +8,9 @@ import os
 import secrets
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cryptography.hazmat.primitives import serialization
@@ -28,10 +30,9 @@ from promptfed.coordinator.store.database import (
     PostgreSQL,
     SQLite,
     one_line,
-    take_turns,
 )
-from promptfed.coordinator.store.leases import Leases
 from promptfed.coordinator.store.tables import FederationRow, ObjectRow, StoreRow
+from promptfed.coordinator.store.turns import ObjectsWatch, Turn
 from promptfed.shared import machine
 from promptfed.shared.files import write_whole
 from promptfed.shared.service.reasons import why
@@ -74,15 +75,17 @@ SQLITE_FILE = "coordinator.sqlite3"
 
 @dataclass
 class Store:
-    """The opened folder, database and blobs; with several coordinators also this one's leases."""
+    """The opened folder, database and blobs; ``turn``: this coordinator's, where several wait for each other."""
 
     lock: FolderLock
     database: Database
     blobs: Blobs
-    leases: Leases | None = None
+    turn: Turn | None = None
 
     def close(self) -> None:
         """Close the database, then free the folder for another coordinator."""
+        if self.turn is not None:
+            self.turn.end()
         self.database.close()
         self.lock.release()
 
@@ -95,29 +98,75 @@ def open_store(settings: Settings) -> Store:
         DatabaseAway: the database did not answer in time.
         OSError: the folder cannot be used.
     """
-    folder = settings.data_dir
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _close_to_others(folder)
-    backend = backend_of(settings)
-    database = Database(backend)
+    database = Database(backend_of(settings))
     bucket = bucket_of(settings)
-    lock = FolderLock(folder)
-    lock.acquire()
+    lock = lock_folder(settings)
     try:
         database.connect(settings.database_wait_seconds)
-        database.migrate()
-        blobs = Blobs(folder, BlobRows(database), bucket, shared=backend.shared)
-        blobs.open()
-        name = _tie(folder, blobs, database)
-        _tie_objects(bucket, database, name)
+        with _reached():
+            return _opened(settings, lock, database, bucket)
     except BaseException:
         database.close()
         lock.release()
         raise
-    leases = None
-    if isinstance(backend, PostgreSQL) and settings.advertise_url is not None:
-        leases = Leases(backend.leases, settings.advertise_url.rstrip("/"), lambda: backend.writing)
-    return Store(lock, database, blobs, leases)
+
+
+class Waiting:
+    """One of several coordinators on one database and object store: it waits for its turn, again and again."""
+
+    def __init__(self, settings: Settings):
+        """Lock the data folder. Raises CannotOpen, OSError."""
+        self._settings = settings
+        self._holder = secrets.token_hex(8)
+        self._bucket = bucket_of(settings)
+        self._stopped = threading.Event()
+        self._lock = lock_folder(settings)
+        self._objects = ObjectsWatch(self._bucket) if self._bucket is not None else None
+
+    def next_store(self) -> Store | None:
+        """Wait until nobody else works, then open the store; None once `stop` was called. Raises as `open_store`."""
+        settings = self._settings
+        database = Database(backend_of(settings, self._holder))
+        turn = Turn(database, self._objects.answers if self._objects is not None else lambda: True)
+        try:
+            if turn.take(self._stopped.is_set, settings.database_wait_seconds):
+                database.backend.check()
+                return replace(_opened(settings, FolderLock(settings.data_dir), database, self._bucket), turn=turn)
+            database.close()
+        except BaseException:
+            turn.end()
+            database.close()
+            raise
+        return None
+
+    def stop(self) -> None:
+        """Wait no more."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Free the data folder."""
+        if self._objects is not None:
+            self._objects.end()
+        self._lock.release()
+
+
+def lock_folder(settings: Settings) -> FolderLock:
+    """Make and lock the data folder. Raises FolderInUse, OSError."""
+    folder = settings.data_dir
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _close_to_others(folder)
+    lock = FolderLock(folder)
+    lock.acquire()
+    return lock
+
+
+def _opened(settings: Settings, lock: FolderLock, database: Database, bucket: Bucket | None) -> Store:
+    database.migrate()
+    blobs = Blobs(settings.data_dir, BlobRows(database), bucket)
+    blobs.open()
+    name = _tie(settings, blobs, database)
+    _tie_objects(bucket, database, name)
+    return Store(lock, database, blobs)
 
 
 def open_to_look(settings: Settings) -> Store:
@@ -143,12 +192,22 @@ def open_to_look(settings: Settings) -> Store:
         blobs = Blobs(folder, BlobRows(database), bucket, copies=False)
         if bucket is not None:
             blobs.open()  # What is looked at passes through the folder.
-            _expect_objects(bucket, database, (folder / ID_FILE).read_text().strip())
+            with _reached():
+                _expect_objects(bucket, database, (folder / ID_FILE).read_text().strip())
         return Store(lock, database, blobs)
     except BaseException:
         database.close()
         lock.release()
         raise
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    """A block at whose start an object store that is away is an error."""
+    try:
+        yield
+    except ObjectStoreAway as error:
+        raise CannotOpen(str(error)) from None
 
 
 def _close_to_others(folder: Path) -> None:
@@ -161,12 +220,12 @@ def _close_to_others(folder: Path) -> None:
         log.warning("%s belongs to another user, and others may read what is in it: give it to this one", folder)
 
 
-def backend_of(settings: Settings) -> Backend:
-    """The database that the settings name. Raises CannotOpen."""
+def backend_of(settings: Settings, holder: str = "") -> Backend:
+    """The database that the settings name; ``holder``: this coordinator's id among several. Raises CannotOpen."""
     url = settings.url()
     if url is None:
         return SQLite(settings.data_dir / SQLITE_FILE)
-    return PostgreSQL(url, shared=settings.advertise_url is not None)
+    return PostgreSQL(url, settings.advertise_url, holder)
 
 
 def bucket_of(settings: Settings) -> Bucket | None:
@@ -174,21 +233,20 @@ def bucket_of(settings: Settings) -> Bucket | None:
     return Bucket(settings.store) if settings.store is not None else None
 
 
-def _tie(folder: Path, blobs: Blobs, database: Database) -> str:
+def _tie(settings: Settings, blobs: Blobs, database: Database) -> str:
     """Give a new folder and a new database one name, and refuse two that do not belong together. Returns the name.
 
     Files that no row refers to are removed later: with the database of another folder that would be all of them.
     """
+    folder = settings.data_dir
     file = folder / ID_FILE
     in_folder = file.read_text().strip() if file.exists() else None
     with database.write() as session:
-        if database.backend.shared:
-            take_turns(session.connection())
         row = session.scalars(select(StoreRow)).one_or_none()
         if row is not None and row.id == in_folder:
             return row.id
         # Among several coordinators what lies in one's folder are copies.
-        beside = (database.backend.in_folder or database.backend.shared) and in_folder is None
+        beside = (database.backend.in_folder or settings.advertise_url is not None) and in_folder is None
         empty = session.scalars(select(FederationRow.id).limit(1)).first() is None and not blobs.files()
         if not beside and (in_folder is not None or not empty):
             raise CannotOpen(
@@ -209,7 +267,10 @@ def _tie_objects(bucket: Bucket | None, database: Database, name: str) -> None:
 
 
 def _expect_objects(bucket: Bucket | None, database: Database, name: str) -> bool:
-    """Whether the bucket has this database's name (False: it has none yet). Raises CannotOpen for another name."""
+    """Whether the bucket has this database's name (False: it has none yet).
+
+    Raises CannotOpen for another name, ObjectStoreAway.
+    """
     with database.read() as session:
         any_row = session.scalars(select(ObjectRow.digest).limit(1)).first() is not None
     if bucket is None:
@@ -217,11 +278,8 @@ def _expect_objects(bucket: Bucket | None, database: Database, name: str) -> boo
             text = f"the database at {database.backend.place} names objects of an object store"
             raise CannotOpen(f"{text}: give --store as it was used before")
         return True
-    try:
-        name_there = bucket.name()
-        strange = name_there is None and (any_row or next(bucket.blobs(), None) is not None)
-    except ObjectStoreAway as error:
-        raise CannotOpen(str(error)) from None
+    name_there = bucket.name()
+    strange = name_there is None and (any_row or next(bucket.blobs(), None) is not None)
     if strange or name_there not in (None, name):
         raise CannotOpen(
             f"the objects at {bucket.place} and the database at {database.backend.place} do not belong together: give "

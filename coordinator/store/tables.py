@@ -355,25 +355,19 @@ class ObjectRow(Base):
     key: Mapped[str] = mapped_column(unique=True)
 
 
-class CoordinatorRow(Base):
-    """One of several coordinators at work on this database: where it is reached, and when it was seen last.
+class WorkingRow(Base):
+    """Which of several coordinators works on this database, in one row (``id`` 1): where it is reached, and when it
+    was seen last. It only says whom to look for and whose session to terminate: the session's lock excludes others.
 
-    ``seen``: seconds of the epoch by the database's clock. ``backend``: the process id of its writing session there.
+    ``since``, ``seen``: seconds of the epoch by the database's clock. ``backend``: the process id of its writing
+    session there.
     """
 
-    __tablename__ = "coordinators"
+    __tablename__ = "working"
 
-    id: Mapped[str] = mapped_column(primary_key=True)
-    url: Mapped[str]
+    id: Mapped[int] = mapped_column(primary_key=True)
+    holder: Mapped[str]
+    address: Mapped[str]
+    backend: Mapped[int]
+    since: Mapped[float]
     seen: Mapped[float]
-    backend: Mapped[int | None]
-
-
-class LeaseRow(Base):
-    """Which coordinator carries out a federation. ``epoch`` grows whenever another one takes it over."""
-
-    __tablename__ = "leases"
-
-    federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id", ondelete="CASCADE"), primary_key=True)
-    holder: Mapped[str | None] = mapped_column(index=True)
-    epoch: Mapped[int]

@@ -1,4 +1,4 @@
-"""Several coordinators on one PostgreSQL database and one object store, and a caller who asks any of them."""
+"""Several coordinators on one database and one object store, and a caller who asks any of them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from promptfed.shared.service.net import MOST_MOVES, moved_to
 from promptfed.testing.clients import bearer
 from tests.support.ports import free_port
 from tests.support.resending import Resending
@@ -51,8 +49,7 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 class AnyOf(Resending):
-    """Sends a request to one of several addresses, follows a 307 with its token, and sends it again until it is
-    answered, as clients behind a load balancer do.
+    """Sends a request to one of several addresses, and to the next where that does not answer or waits.
 
     Every answer goes to ``told``; ``patience`` is how long one server may take for its answer.
     """
@@ -61,47 +58,29 @@ class AnyOf(Resending):
         self, urls: Sequence[str], told: Callable[[httpx.Response], None] | None = None, patience: float = 3.0
     ):
         self.urls = list(urls)
-        self.moved = 0
         self._told = told
         self._http = httpx.Client(timeout=httpx.Timeout(patience, connect=2.0))
         self._turns = itertools.cycle(range(len(self.urls)))
-        self._holder: str | None = None
+        self._working: str | None = None
 
     def request(self, verb: str, url: str, **options: Any) -> httpx.Response:
         end = time.monotonic() + PATIENCE
         while True:
-            base = self._holder or self.urls[next(self._turns)]
+            base = self._working or self.urls[next(self._turns)]
             try:
-                response = self._follow(base, verb, url, options)
+                response = self._http.request(verb, base + url, **options)
             except httpx.TransportError:
                 response = None
             if response is not None and response.status_code not in AGAIN:
+                self._working = base
                 if self._told is not None:
                     self._told(response)
                 return response
-            self._holder = None
+            self._working = None
             assert time.monotonic() < end, f"no answer to {verb} {url}"
             self.resent += 1
             time.sleep(0.05)
 
-    def _follow(self, base: str, verb: str, url: str, options: Mapping[str, Any]) -> httpx.Response:
-        for _ in range(MOST_MOVES):
-            response = self._http.request(verb, base + url, **options)
-            if response.status_code != 307:
-                return response
-            asked = str(response.request.url)
-            origin = moved_to(base, asked, response.headers["location"])
-            assert origin is not None, "where it is sent on to is where it may go"
-            self.moved += 1
-            base = self._holder = origin
-        return response
-
     def close(self) -> None:
         """Hang up."""
         self._http.close()
-
-
-def url_of(response: httpx.Response) -> str:
-    """Which coordinator has answered."""
-    parts = urlsplit(str(response.request.url))
-    return f"{parts.scheme}://{parts.netloc}"
