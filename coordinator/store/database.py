@@ -95,6 +95,7 @@ class Backend(ABC):
 
         Raises SQLAlchemyError.
         """
+        return
 
 
 def one_line(error: object) -> str:

@@ -26,16 +26,13 @@ from promptfed.shared.service import digests
 from promptfed.shared.service.digests import Damaged
 from promptfed.shared.service.net import (
     GONE_SECONDS,
-    MOST_MOVES,
     QUIET_SECONDS,
-    TOLD,
-    AddressBook,
+    Addresses,
     address_parts,
     addresses_of,
     explained,
     http_options,
     is_loopback,
-    moved_to,
     trust,
 )
 from promptfed.shared.service.reasons import Exit, offence, why
@@ -70,7 +67,7 @@ TAKEOVER_SECONDS = 20.0
 RETRY_SECONDS = 0.2
 PASSING = (httpx.TransportError, httpx.DecodingError, Damaged)
 UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)
-MOVING = ("federation-moving", "store-away", "not-ready")  # 503s that another coordinator may not give
+MOVING = ("store-away", "not-ready")  # 503s that another coordinator may not give
 TOKEN_VARIABLE = "PROMPTFED_OPERATOR_TOKEN"  # noqa: S105 (a variable's name)
 
 View = TypeVar("View", bound=BaseModel)
@@ -129,10 +126,11 @@ Operation = Generator[Request[Any], Answer[Any], T]
 
 
 class Coordinator:
-    """Calls one coordinator, or a group at several addresses separated by commas, with an operator token.
+    """Calls one coordinator, or several that wait for each other, at addresses separated by commas, with an operator
+    token.
 
-    The answers of a group name its addresses. If one does not answer, the others are asked: with requests that only
-    read or were not sent, for `TAKEOVER_SECONDS`.
+    If one does not answer or waits, the next is asked: with requests that only read or were not sent, for
+    `TAKEOVER_SECONDS`.
 
     If this process has started the coordinator, ``meanwhile`` restarts it. It is called while the coordinator does not
     answer; requests that can safely be repeated are repeated for a minute.
@@ -144,7 +142,7 @@ class Coordinator:
 
     def __init__(self, url: str, token: str, timeout: float = 60.0, meanwhile: Callable[[], object] | None = None):
         self.url = ",".join(addresses_of(url))
-        self._book = AddressBook(self.url)
+        self._addresses = Addresses(self.url)
         self._failed = self.url  # the address that did not answer last
         self._meanwhile = meanwhile
         self._served = False  # whether a coordinator has answered: somebody else's answers then pass
@@ -197,7 +195,7 @@ class Coordinator:
         deadline = time.monotonic() + (RESTART_SECONDS if self._meanwhile is not None else TAKEOVER_SECONDS)
         while True:
             try:
-                response = self._followed(request)
+                response = self._answered(request)
                 ours = PROTOCOL in response.headers
                 self._served |= ours
                 may_pass = self._is_moving(response) or (self._served and not ours and request.verb == "GET")
@@ -207,48 +205,37 @@ class Coordinator:
                 # A request that was not sent or taken, or that only reads, can be sent again.
                 harmless = request.verb == "GET" or isinstance(error, (httpx.ConnectError, Damaged))
                 damaged = isinstance(error, (Damaged, httpx.DecodingError))
-                may_help = self._meanwhile is not None or self._book.several or damaged
+                may_help = self._meanwhile is not None or self._addresses.several or damaged
                 if not may_help or not harmless or time.monotonic() > deadline:
                     raise
             if self._meanwhile is not None:
                 self._meanwhile()
             time.sleep(RETRY_SECONDS)
 
-    def _followed(self, request: Request[Any]) -> httpx.Response:
-        """Follow redirects to the coordinator that runs the request's federation, and return its answer."""
-        book = self._book
-        for _ in range(MOST_MOVES):
-            address = book.current
-            try:
-                response = _received(request, self._asked(address, request))
-            except PASSING as error:
-                self._failed = address
-                if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)):
-                    book.note_silent(address)
-                book.move_on()
-                raise
-            asked, location = str(response.request.url), response.headers.get("location", "")
-            origin = moved_to(self.url, asked, location) if response.status_code == 307 else None
-            if origin is None:
-                break
-            if book.is_silent(origin):
-                book.move_on()
-                raise httpx.ConnectError(f"{address} names {origin}, which does not answer")
-            book.current = origin
-        if response.is_success:
-            book.read(response.headers.get(TOLD))
-        elif self._is_moving(response):
-            book.move_on()
+    def _answered(self, request: Request[Any]) -> httpx.Response:
+        """The answer of the address that comes first now; behind one that does not work the next comes first."""
+        address = self._addresses.current
+        try:
+            response = _received(request, self._asked(address, request))
+        except PASSING as error:
+            self._failed = address
+            if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)):
+                self._addresses.note_silent(address)
+            self._addresses.move_on()
+            raise
+        if self._is_moving(response):
+            self._addresses.move_on()
         return response
 
     def _is_moving(self, response: httpx.Response) -> bool:
-        """Whether another coordinator will answer soon."""
-        return self._book.several and response.status_code == 503 and _kind(_problem(response)) in MOVING
+        """Whether another coordinator will answer soon, also behind one address."""
+        kind = _kind(_problem(response)) if response.status_code == 503 else ""
+        return kind == "waiting" or (self._addresses.several and kind in MOVING)
 
     def _asked(self, address: str, request: Request[Any]) -> httpx.Response:
         """The answer of one coordinator. With several of them, one that is gone is given up after some seconds."""
         send = partial(self._http.send, _built(self._http, request, address + request.path))
-        if not self._book.several:
+        if not self._addresses.several:
             return send()
         if request.verb != "GET" and not self._is_there(address):
             raise httpx.ConnectError(f"{address} does not answer")

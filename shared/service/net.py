@@ -1,4 +1,4 @@
-"""Networking of both services: addresses, redirects, TLS, proxies, and how many files may be open."""
+"""Networking of both services: addresses, TLS, proxies, and how many files may be open."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urljoin, urlsplit
+from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies
 
 from promptfed.shared import machine
 from promptfed.shared.service.reasons import why
-
-MOST_MOVES = 5  # that one request follows: coordinators may be handing federations to each other just then
 
 
 def is_loopback(host: str) -> bool:
@@ -74,40 +72,6 @@ def check_addresses(text: str) -> str:
         if parts.username is not None or parts.query or parts.fragment:
             raise ValueError("must hold scheme, host, port and path only: credentials go into files")
     return ",".join(addresses_of(text))
-
-
-def moved_to(given: str, asked: str, location: str) -> str | None:
-    """The origin that a request for the URL ``asked`` is to go to, of a coordinator's 307; None: it is not followed.
-
-    It goes with the caller's token, so it must be the same path and query, at an origin that ``origin_for`` allows.
-    """
-    try:
-        target = urljoin(asked, location)
-        to, own = urlsplit(target), urlsplit(asked)
-    except ValueError:
-        return None
-    return origin_for(given, target) if (to.path, to.query) == (own.path, own.query) else None
-
-
-def origin_for(given: str, url: str) -> str | None:
-    """The origin of a URL that a coordinator names; None unless it is as well protected as all ``given`` addresses.
-
-    It must be over TLS if any of them is, and on this machine or over TLS if any of them is on this machine.
-    """
-    try:
-        to, firsts = urlsplit(url), [urlsplit(address) for address in addresses_of(given)]
-        port = to.port
-    except ValueError:
-        return None
-    if to.scheme not in ("http", "https") or to.username is not None or not to.hostname:
-        return None
-    if to.scheme == "http" and not all(first.scheme == "http" for first in firsts):
-        return None
-    stays = any(is_loopback(first.hostname or "") for first in firsts)
-    if to.scheme == "http" and stays and not is_loopback(to.hostname):
-        return None
-    shown = f"[{to.hostname}]" if ":" in to.hostname else to.hostname
-    return f"{to.scheme}://{shown}" + (f":{port}" if port is not None else "")
 
 
 CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
@@ -271,69 +235,33 @@ def _host(address: str) -> str:
     return urlsplit(address).hostname or ""
 
 
-TOLD = "Promptfed-Coordinators"
-"""The header in which a coordinator of a group names the group's addresses, to callers with a valid token."""
-
 QUIET_SECONDS = 3.0  # without a byte, after which a caller asks ``/readyz`` whether the coordinator is there
 GONE_SECONDS = 5.0  # without a byte and without an answer to that: the caller moves on to the next address
-MOST_ADDRESSES, LONGEST_ADDRESS = 16, 300
 
 
-class AddressBook:
-    """Which coordinator to ask next: one of those ``given`` (separated by commas), or of those that were told since.
-
-    A told address is used only if it is as well protected as the given ones (`net.origin_for`) and ``allowed``.
-    ``changed`` is called with the told addresses whenever they change.
-    """
+class Addresses:
+    """Which coordinator to ask next, of several that wait for each other: one of those ``given``, by commas."""
 
     def __init__(self, given: str):
-        self.given = given
-        self.allowed: Callable[[str], bool] = lambda origin: True
-        self.changed: Callable[[list[str]], None] = lambda told: None
-        self._first = addresses_of(given)
-        self._told: list[str] = []
-        self._header: str | None = None
+        self.all = addresses_of(given)
+        self.current = self.all[0]
         self._silent: dict[str, float] = {}
-        self.current = self._first[0]
-
-    @property
-    def all(self) -> list[str]:
-        """All addresses: given ones, then told ones."""
-        return list(dict.fromkeys([*self._first, *self._told]))
 
     @property
     def several(self) -> bool:
         """Whether there is another one to go to."""
         return len(self.all) > 1
 
-    def told(self, addresses: Sequence[str]) -> None:
-        """Take over what a coordinator has said of its group, or what was kept of that."""
-        origins = (origin_for(self.given, text) for text in addresses[:MOST_ADDRESSES] if len(text) <= LONGEST_ADDRESS)
-        known = list(dict.fromkeys(origin for origin in origins if origin is not None and self.allowed(origin)))
-        if known and known != self._told:
-            self._told = known
-            self.changed(known)
-
-    def read(self, header: str | None) -> None:
-        """As ``told``, of an answer's header."""
-        if header is not None and header != self._header:
-            self._header = header
-            self.told(addresses_of(header))
-
-    def is_silent(self, address: str) -> bool:
-        """Whether this one has not answered a moment ago."""
-        return time.monotonic() < self._silent.get(address, 0.0)
-
     def note_silent(self, address: str) -> None:
-        """This one does not answer: others come first for a while, and no redirect to it is followed."""
+        """This one does not answer: others come first for a while."""
         self._silent[address] = time.monotonic() + GONE_SECONDS
 
     def move_on(self) -> None:
         """Make the next address the current one, of those that have not been silent a moment ago if there are any."""
-        known = self.all
-        at = known.index(self.current) if self.current in known else -1
-        following = [*known[at + 1 :], *known[: at + 1]]
-        self.current = next((address for address in following if not self.is_silent(address)), following[0])
+        at = self.all.index(self.current)
+        following = [*self.all[at + 1 :], *self.all[: at + 1]]
+        now = time.monotonic()
+        self.current = next((one for one in following if self._silent.get(one, 0.0) <= now), following[0])
 
 
 ENOUGH_FILES = 65_536  # where the system names no limit

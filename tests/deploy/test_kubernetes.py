@@ -30,7 +30,7 @@ OF_KUSTOMIZE = "kustomization.yaml"
 
 
 def manifests() -> list[Path]:
-    return sorted(path for path in FOLDER.glob("*/*.yaml") if path.name != OF_KUSTOMIZE)
+    return sorted(path for path in FOLDER.glob("*/*.yaml") if path.name not in (OF_KUSTOMIZE, "patch.yaml"))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def test_a_wrong_manifest_is_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["coordinator", "client"])
+@pytest.mark.parametrize("part", ["coordinator", "waiting", "client"])
 def test_kustomize_builds_it_and_everything_finds_its_pods(part: str) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("manifests by Kustomize: install kubectl")
@@ -83,20 +83,48 @@ def test_kustomize_builds_it_and_everything_finds_its_pods(part: str) -> None:
     labels = work["spec"]["template"]["metadata"]["labels"]
     assert kinds["Service"]["spec"]["selector"].items() <= labels.items()
     assert kinds["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
-    if part == "coordinator":
-        assert kinds["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def patched(document: dict[str, Any], patches: list[dict[str, Any]]) -> dict[str, Any]:
+    """As Kustomize applies a JSON patch (RFC 6902) of ``add`` and ``replace``."""
+    for patch in patches:
+        *way, last = patch["path"].split("/")[1:]
+        place: Any = document
+        for part in way:
+            place = place[int(part) if isinstance(place, list) else part]
+        if last == "-":
+            place.append(patch["value"])
+        else:
+            assert (last in place) == (patch["op"] == "replace")
+            place[last] = patch["value"]
+    return document
 
 
 def test_the_coordinators_options_are_ones_that_it_has() -> None:
-    container = read(FOLDER / "coordinator" / "deployment.yaml")["spec"]["template"]["spec"]["containers"][0]
+    deployment = read(FOLDER / "coordinator" / "deployment.yaml")
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
     known = given_settings(Settings, "coordinator", container["args"])
-    assert {"advertise_url", "database_url_file", "store", "operator_token_file", "signing_key_file"} <= set(known)
-    named = {one["name"] for one in container["env"]}
-    assert named == {"POD_IP", "STORE"}
+    assert {"database_url_file", "store", "operator_token_file", "signing_key_file"} <= set(known)
+    assert "advertise_url" not in known
+    assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]["type"]) == (1, "Recreate")
     assert {probe for probe in container if probe.endswith("Probe")} == {
         "startupProbe", "readinessProbe", "livenessProbe"
     }  # fmt: skip
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
+def test_coordinators_that_wait_for_each_other_let_rollouts_and_drains_end() -> None:
+    patches = yaml.safe_load((FOLDER / "waiting" / "patch.yaml").read_text())
+    deployment = patched(read(FOLDER / "coordinator" / "deployment.yaml"), patches)
+    validate = pytest.importorskip("kubernetes_validate", reason="manifests: pip install kubernetes-validate")
+    validate.validate(selected(deployment), VERSIONS[-1], strict=True)
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    assert "advertise_url" in given_settings(Settings, "coordinator", container["args"])
+    assert {one["name"] for one in container["env"]} == {"POD_IP", "STORE"}
+    probes = {container[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert probes == {"/healthz"}
+    assert deployment["spec"]["replicas"] > 1
+    assert not list(FOLDER.glob("*/disruption.yaml")), "of those that wait none is needed"
 
 
 def test_the_clients_variables_are_ones_that_it_has() -> None:

@@ -26,8 +26,10 @@ from tests.support.several import OPERATOR, own_options, shared_options
 from tests.support.stand_in_lock import Server, StandIn
 from tests.support.waiting import wait_for
 
+BOTH = pytest.mark.parametrize("database_url", ["postgresql", "stand-in"], indirect=True)
 
-@pytest.fixture(params=["postgresql", "stand-in"])
+
+@pytest.fixture(params=["stand-in", pytest.param("postgresql", marks=pytest.mark.extended)])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A database for several coordinators: PostgreSQL, or a stand-in for its lock."""
     if request.param == "postgresql":
@@ -64,6 +66,7 @@ def at(server: InThread, id: str, clients: list[ScriptedClient]) -> list[Scripte
     return [ScriptedClient(server.http, id, client.name, client.accuracy, client.sent) for client in clients]
 
 
+@BOTH
 def test_another_one_goes_on_where_the_first_is_gone(start: Callable[..., InThread]) -> None:
     one = start()
     wait_for("its turn", lambda: works(one))
