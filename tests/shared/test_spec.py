@@ -13,7 +13,6 @@ from pydantic import BaseModel
 
 from promptfed.experiments.bench.tuning import Rung, grid, ranked, rungs, survivors
 from promptfed.shared.methods import METHODS, UnknownMethod, describe, resolve_spec
-from promptfed.shared.service.net import moved_to
 from promptfed.shared.spec import spec
 from promptfed.shared.spec.section import VERSION, OtherVersion, expect_ours
 from promptfed.shared.spec.spec import FederationSpec, SpecError, merged
@@ -381,31 +380,3 @@ def test_an_older_peer_is_to_be_updated(told: str) -> None:
 def test_a_newer_peer_is_ahead_of_this_side(told: str) -> None:
     with pytest.raises(OtherVersion, match=rf"speaks version {VERSION + 1} .*: update this coordinator$"):
         expect_ours(told, "the client", "this coordinator")
-
-
-# Where a coordinator may send its callers on to: they bring their tokens.
-
-
-PATH = "/v1/federations/eyes/task?wait=30"
-
-
-REDIRECTS = [
-    ("https://a.example", f"https://b.example:8443{PATH}", "https://b.example:8443"),
-    ("https://a.example", f"https://[2001:db8::1]:8443{PATH}", "https://[2001:db8::1]:8443"),
-    ("http://10.0.0.1", f"http://10.0.0.2:8080{PATH}", "http://10.0.0.2:8080"),
-    ("http://10.0.0.1", f"https://b.example{PATH}", "https://b.example"),
-    ("http://127.0.0.1:1", f"http://127.0.0.1:2{PATH}", "http://127.0.0.1:2"),
-    ("https://a.example", f"http://b.example{PATH}", None),
-    ("http://127.0.0.1:1", f"http://b.example{PATH}", None),
-    ("https://a.example", "https://b.example/v1/federations/other/task?wait=30", None),
-    ("https://a.example", "https://b.example/v1/federations/eyes/task", None),
-    ("https://a.example", f"https://user@b.example{PATH}", None),
-    ("https://a.example", f"ftp://b.example{PATH}", None),
-    ("https://a.example", f"https://b.example:port{PATH}", None),
-    ("https://a.example", "", "https://a.example"),
-]
-
-
-@pytest.mark.parametrize(("base", "location", "origin"), REDIRECTS)
-def test_the_same_request_as_well_protected_as_before(base: str, location: str, origin: str | None) -> None:
-    assert moved_to(base, base + PATH, location) == origin
