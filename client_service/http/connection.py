@@ -1,4 +1,4 @@
-"""Requests to the coordinator: one origin, retries where they help, typed refusals."""
+"""Requests to the coordinator: one address or the next, retries where they help, typed refusals."""
 
 from __future__ import annotations
 
@@ -22,15 +22,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.shared.messages import Problem
 from promptfed.shared.service.digests import CHANGED, Damaged, is_proven
-from promptfed.shared.service.net import (
-    MOST_MOVES,
-    PROXY_LOGIN,
-    TOLD,
-    AddressBook,
-    explained,
-    is_certificate_error,
-    moved_to,
-)
+from promptfed.shared.service.net import PROXY_LOGIN, Addresses, explained, is_certificate_error
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.spec.section import PROTOCOL, VERSION, OtherVersion, expect_ours
 
@@ -41,7 +33,7 @@ NOT_AS_SENT = ("digest-mismatch", "incomplete-body")  # refusals of what did not
 FOREIGN_BYTES = 64 << 10  # of a page that is read for its title
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.25, 15.0  # seconds
 LONGEST_RETRY_AFTER = 300.0
-QUICK_ATTEMPTS, QUICK_BACKOFF = 20, 1.0  # among several coordinators: a federation is taken over within seconds
+QUICK_ATTEMPTS, QUICK_BACKOFF = 20, 1.0  # among several coordinators: the next one takes over within seconds
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 SILENT_SECONDS = 5.0  # without a byte of an answer, after which one of several coordinators is given up
 
@@ -50,7 +42,7 @@ Answer = TypeVar("Answer")
 
 
 class Refused(Exception):
-    """The coordinator answered with a refusal: 4xx, or a redirect that is not to another of its kind."""
+    """The coordinator answered with a refusal: 4xx, or a redirect."""
 
     def __init__(self, status: int, kind: str, detail: str):
         super().__init__(f"{detail} ({status} {kind})")
@@ -91,11 +83,9 @@ class Reply:
 class CoordinatorConnection:
     """Calls one federation at the coordinators of ``base_url``: one address, or several separated by commas.
 
-    ``token`` is the client's secret once there is one. The coordinator that carries the federation out is named by a
-    307, which is followed with the token (`shared.net.moved_to` says where to). ``may_move`` is asked before. ``book``
-    holds the addresses, also those that coordinators have told since. With more than one of them, a coordinator that
-    does not answer within `SILENT_SECONDS` is given up, and the next request goes to another. Every
-    request is written to ``sent`` before it leaves.
+    ``token`` is the client's secret once there is one. With several ``addresses``, one that refuses connections, waits
+    or does not answer within `SILENT_SECONDS` is given up, and the next request goes to the next one. Nothing is
+    redirected. Every request is written to ``sent`` before it leaves.
 
     Connection errors, 5xx, a 429 with Retry-After (too many wrong tokens came from this address), every answer without
     a coordinator's header `PROTOCOL`, such as a proxy's page, and what was damaged on the way up or down are tried
@@ -109,7 +99,6 @@ class CoordinatorConnection:
     federation: str
     give_up_after: float = 3600.0
     token: str = ""
-    may_move: Callable[[str], None] = lambda origin: None  # raises where the site's policy does not list it
     sent: SentLog | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _jitter: random.Random = field(default_factory=random.SystemRandom)
@@ -117,16 +106,7 @@ class CoordinatorConnection:
     _served: str = ""  # the address that answered last
 
     def __post_init__(self) -> None:
-        self.book = AddressBook(self.base_url)
-        self.book.allowed = self._is_allowed
-
-    def _is_allowed(self, origin: str) -> bool:
-        try:
-            self.may_move(origin)
-        except ClientError as error:
-            log.info("a coordinator has told of %s, which is not used: %s", origin, error)
-            return False
-        return True
+        self.addresses = Addresses(self.base_url)
 
     async def call(
         self,
@@ -177,7 +157,7 @@ class CoordinatorConnection:
         limit: int,
         whole: Body | None,
     ) -> Reply:
-        """Send a request once, and follow redirects. Raises what `call` retries.
+        """Send a request once. Raises what `call` retries.
 
         Args:
             verb, url, headers, timeouts: of the request.
@@ -199,61 +179,44 @@ class CoordinatorConnection:
         timeouts: httpx.Timeout,
         whole: Body | None = None,
     ) -> AsyncIterator[httpx.Response]:
-        """The answer of the coordinator that carries the federation out, also a refusal, with its body unread."""
-        book, address = self.book, self.book.current
+        """The coordinator's answer, also a refusal, with its body unread."""
+        addresses, address = self.addresses, self.addresses.current
+        if self.sent is not None:
+            self.sent.note(address, verb, url, whole)
+        request = self.http.build_request(
+            verb,
+            address + url,
+            content=body(),
+            headers={PROTOCOL: str(VERSION), **headers},
+            timeout=self._patient(timeouts),
+        )
         try:
-            for _ in range(MOST_MOVES):
-                address = book.current
-                if self.sent is not None:
-                    self.sent.note(address, verb, url, whole)
-                request = self.http.build_request(
-                    verb,
-                    address + url,
-                    content=body(),
-                    headers={PROTOCOL: str(VERSION), **headers},
-                    timeout=self._patient(timeouts),
-                )
-                response = await self.http.send(request, stream=True, follow_redirects=False)
-                try:
-                    if PROTOCOL not in response.headers and response.status_code != PROXY_LOGIN:
-                        raise Unavailable(response.status_code, await _foreign(response), _retry_after(response))
-                    origin = self._elsewhere(response)
-                    if origin is None:
-                        self._note_served(address, response)
-                        yield response
-                        return
-                    await self.read(response, MAX_JSON_BYTES)
-                    self._go_to(origin)
-                finally:
-                    await response.aclose()
+            response = await self.http.send(request, stream=True, follow_redirects=False)
+            try:
+                if PROTOCOL not in response.headers and response.status_code != PROXY_LOGIN:
+                    raise Unavailable(response.status_code, await _foreign(response), _retry_after(response))
+                self._note_served(address, response)
+                yield response
+            finally:
+                await response.aclose()
         except PASSING as error:
             self.failed = address
             if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)):
-                book.note_silent(address)
-            book.move_on()
+                addresses.note_silent(address)
+            addresses.move_on()
             raise
-        raise Unavailable(503, "the coordinators send this client from one to the other", None)
 
     def _patient(self, timeouts: httpx.Timeout) -> httpx.Timeout:
-        given = timeouts.as_dict()
-        return httpx.Timeout(**(given | {"read": SILENT_SECONDS} if self.book.several else given))
-
-    def _go_to(self, origin: str) -> None:
-        self.may_move(origin)
-        if self.book.is_silent(origin):
-            raise Unavailable(503, f"it sends this client on to {origin}, which does not answer", None)
-        self.book.current = origin
+        """Of several, none may be silent for long; how long a body takes that is under way is another thing."""
+        if not self.addresses.several:
+            return timeouts
+        return httpx.Timeout(SILENT_SECONDS, pool=timeouts.pool)
 
     def _note_served(self, address: str, response: httpx.Response) -> None:
         if response.status_code < 500 and address != self._served:
             if self._served:
                 log.info("the coordinator at %s serves this client now", address)
             self._served = address
-
-    def _elsewhere(self, response: httpx.Response) -> str | None:
-        if response.status_code != 307:
-            return None
-        return moved_to(self.base_url, str(response.request.url), response.headers.get("location", ""))
 
     async def read(self, response: httpx.Response, limit: int) -> bytes:
         """A body of up to ``limit`` bytes. Raises Damaged."""
@@ -277,7 +240,6 @@ class CoordinatorConnection:
             raise ClientError(Exit.PROTOCOL, str(error)) from None
         proven = is_proven(response.headers, content, response.status_code == 206)
         if response.is_success:
-            self.book.read(response.headers.get(TOLD))
             return proven
         told = _problem(response, content)
         if response.status_code >= 500 or (response.status_code == 429 and _retry_after(response) is not None):
@@ -306,7 +268,7 @@ class CoordinatorConnection:
 
     def backoff(self, attempt: int, error: BaseException) -> float:
         """Seconds to wait after so many failed attempts, jittered."""
-        quick = self.book.several and attempt <= QUICK_ATTEMPTS
+        quick = self.addresses.several and attempt <= QUICK_ATTEMPTS
         longest = min(QUICK_BACKOFF if quick else LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** min(attempt - 1, 16))
         delay = self._jitter.uniform(longest / 2, longest)
         if not isinstance(error, Unavailable) or error.retry_after is None:
@@ -327,7 +289,7 @@ class Patience:
     def moved(self) -> None:
         """There is progress, or an answer: earlier failures are forgotten."""
         if self._attempts:
-            log.info("the coordinator at %s answers again", self._connection.book.current)
+            log.info("the coordinator at %s answers again", self._connection.addresses.current)
         self._attempts, self._since = 0, time.monotonic()
 
     async def wait(self, error: BaseException) -> None:

@@ -220,7 +220,7 @@ class CoordinatorClient(CoordinatorConnection):
             about["progress"] = f"{progress:.2f}"
 
         async def poll() -> Task | None:
-            seconds = min(wait, SHORT_POLL) if self.book.several else wait
+            seconds = min(wait, SHORT_POLL) if self.addresses.several else wait
             timeouts = httpx.Timeout(seconds + POLL_MARGIN, connect=TIMEOUT.connect)
             path = f"{self._path('task')}?{urlencode({'wait': seconds, **about})}"
             headers = {"Authorization": f"Bearer {self.token}"}
@@ -291,7 +291,7 @@ class CoordinatorClient(CoordinatorConnection):
     async def _answer(self, task_id: str, resource: str, body: Body, wait: int, **about: str) -> Task | None:
         """Answer a task; the next one, if the receipt holds it."""
         # Of several coordinators one that is silent is given up, after less than an update and a wait may take.
-        wait = 0 if self.book.several else wait
+        wait = 0 if self.addresses.several else wait
         receipt = await send(self, self._task_path(task_id, resource), body, wait, **about)
         task = receipt.next if receipt is not None else None
         if task is not None and self.sent is not None:

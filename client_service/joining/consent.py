@@ -23,9 +23,10 @@ from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.joining.parts import Consent
 from promptfed.client_service.privacy.agreement import FILE, WITHDRAWN
-from promptfed.client_service.privacy.policy import expect_origin, read_policy
+from promptfed.client_service.privacy.policy import allows, read_policy
 from promptfed.client_service.settings import Settings
-from promptfed.client_service.state.private_state import Identity, PrivateState, use_known
+from promptfed.client_service.state.known_addresses import add_known
+from promptfed.client_service.state.private_state import Identity, PrivateState
 from promptfed.client_service.state.site_log import SiteLog, digest
 from promptfed.shared.files import write_whole
 from promptfed.shared.machine import line_of
@@ -181,9 +182,8 @@ async def call_enrolled(settings: Settings, call: Callable[[CoordinatorClient], 
         coordinator = CoordinatorClient(
             http, settings.coordinator, identity.federation_id, ANSWER_SECONDS, identity.secret
         )
-        if settings.policy_file is not None:
-            coordinator.may_move = partial(expect_origin, read_policy(settings.policy_file)[0])
         coordinator.sent = SentLog(SiteLog(settings.state_dir).note)
-        use_known(coordinator.book, settings.state_dir)
+        policy = read_policy(settings.policy_file)[0] if settings.policy_file is not None else None
+        add_known(coordinator.addresses, settings.state_dir, partial(allows, policy))
         await call(coordinator)
     return True

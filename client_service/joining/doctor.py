@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +37,7 @@ from promptfed.client_service.joining.joining import (
 )
 from promptfed.client_service.privacy.agreement import terms_of
 from promptfed.client_service.privacy.noisy_counts import declared_images, floor_of, states_of
-from promptfed.client_service.privacy.policy import RULES, Policy, expect_origin, read_policy, refusals
+from promptfed.client_service.privacy.policy import RULES, Policy, read_policy, refusals
 from promptfed.client_service.privacy.protection import own_ledger, site_facts, site_plan
 from promptfed.client_service.settings import Settings, make_settings, read_token
 from promptfed.client_service.state.site_log import SiteLog
@@ -135,12 +134,11 @@ class Examination:
         return self._try("coordinator", lambda: self._ask(token_file))
 
     def _ask(self, token_file: Path) -> EnrolmentInfo:
-        settings, token, policy = self.settings, read_token(token_file, "enrolment token"), self.policy
+        settings, token = self.settings, read_token(token_file, "enrolment token")
 
         async def ask() -> EnrolmentInfo:
             async with open_http(settings) as http:
                 coordinator = CoordinatorClient(http, settings.coordinator, settings.federation, ANSWER_SECONDS)
-                coordinator.may_move = partial(expect_origin, policy)
                 if settings.state_dir.is_dir():  # a look makes no folder
                     coordinator.sent = SentLog(SiteLog(settings.state_dir).note)
                 return await coordinator.enrolment(token)

@@ -25,12 +25,13 @@ from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.privacy.agreement import Agreement, terms_of
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.noisy_counts import NoisyCounts, declared_images, floor_of, states_of, what_leaves
-from promptfed.client_service.privacy.policy import Policy, SiteFacts, enforce, expect_origin, read_policy
+from promptfed.client_service.privacy.policy import Policy, SiteFacts, allows, enforce, read_policy
 from promptfed.client_service.privacy.protection import SiteProtection, own_ledger, site_facts, site_plan
 from promptfed.client_service.privacy.secure import identity_of
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
-from promptfed.client_service.state.private_state import DATA, ENROLMENT, Identity, PrivateState, keep_known
+from promptfed.client_service.state.known_addresses import add_known, keep_known
+from promptfed.client_service.state.private_state import DATA, ENROLMENT, Identity, PrivateState
 from promptfed.client_service.state.trained_images import note_trained
 from promptfed.client_service.training.data import (
     TEST,
@@ -280,8 +281,9 @@ class Joining:
 
         self.monitor.stage("enrolling")
         policy = self._policy()
-        self.coordinator.may_move = partial(expect_origin, policy)
-        keep_known(self.coordinator.book, self.state)
+        if self.state.resumable:
+            add_known(self.coordinator.addresses, self.state.folder, partial(allows, policy))
+            keep_known(self.coordinator.addresses, self.state)
         token = self.parts.enrolment_token or enrolment_token(settings, identity)
         self.info, token = await self._info(token, identity)
         info = self.info

@@ -300,15 +300,9 @@ def enforce(policy: Policy | None, facts: SiteFacts) -> None:
         raise ClientError(Exit.POLICY, f"this site's policy does not allow to join {facts.federation}: {told}")
 
 
-def expect_origin(policy: Policy | None, origin: str) -> None:
-    """Raise ClientError (POLICY) where a coordinator names another one that the site does not list.
-
-    Requests there would carry the client's secret and its updates.
-    """
-    offended = _origin(policy, origin) if policy is not None else None
-    if offended is not None:
-        text = f"the coordinator sends this client on, and the site's policy does not allow it: {offended}"
-        raise ClientError(Exit.POLICY, f"policy-coordinator: {text}; nothing was sent there")
+def allows(policy: Policy | None, address: str) -> bool:
+    """Whether the site's policy lets a coordinator's address be used: requests there carry the client's secret."""
+    return policy is None or _origin(policy, address) is None
 
 
 def read_policy(path: Path) -> tuple[Policy, str]:

@@ -4,7 +4,7 @@ Layout of the state folder (mode 0700):
     lock                     held while a client runs
     identity.json            name, role, secret, federation and client id (mode 0600)
     data.json                the classes, numbers and digests of the data that the client has started with
-    enrolment.json           what the coordinator said of the federation; coordinators.json: its group's addresses
+    enrolment.json           what the coordinator said of the federation; coordinators.json: its addresses
     committed.safetensors    private tensors after the last update that the coordinator accepted
     pending/                 an update and the private tensors that belong to it, written before the first sending
     answered/                the update that was accepted last, in case the coordinator's disk loses it
@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -39,7 +38,6 @@ from promptfed.client_service.http.bodies import Body, sha256_of
 from promptfed.client_service.state.durable_files import Disk
 from promptfed.shared import machine
 from promptfed.shared.messages import EnrolmentInfo, Role, TaskConfig
-from promptfed.shared.service.net import AddressBook
 from promptfed.shared.service.reasons import why
 from promptfed.shared.tensors import TensorError, Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
@@ -420,32 +418,3 @@ def select_round(state: PrivateState, round: int) -> None:
     for number, path in kept.items():
         if number != last:
             path.unlink(missing_ok=True)
-
-
-log = logging.getLogger("promptfed.client")
-
-FILE = "coordinators.json"
-
-
-def use_known(book: AddressBook, folder: Path) -> None:
-    """Add the addresses that the state folder has; a file that cannot be read has none."""
-    try:
-        known = json.loads((folder / FILE).read_bytes())
-    except (OSError, ValueError):
-        return
-    if isinstance(known, list) and all(isinstance(address, str) for address in known):
-        book.told(known)
-
-
-def keep_known(book: AddressBook, state: PrivateState) -> None:
-    """As `use_known`, and write the addresses down whenever a coordinator tells others."""
-    if state.resumable:
-        use_known(book, state.folder)
-    book.changed = partial(_keep, state)
-
-
-def _keep(state: PrivateState, told: list[str]) -> None:
-    try:
-        state.write_as(FILE, told)
-    except OSError as error:
-        log.warning("the addresses of other coordinators are not kept for a restart: %s", error.strerror)

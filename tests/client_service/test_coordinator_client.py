@@ -314,29 +314,6 @@ def test_a_certificate_that_is_not_trusted_is_not_tried_again() -> None:
     assert len(script.requests) == 1
 
 
-def test_a_307_of_one_of_several_coordinators_is_followed_with_the_token_and_remembered() -> None:
-    seen: list[httpx.Request] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        if request.url.host == "other.example":
-            return marked(httpx.Response(204 if len(seen) < 4 else 503))
-        return marked(httpx.Response(307, headers={"Location": str(request.url.copy_with(host="other.example"))}))
-
-    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    client = CoordinatorClient(http, "https://coordinator.example", "eyes", token="secret")
-    for _ in range(2):
-        assert asyncio.run(client.task(1)) is None
-    hosts = [request.url.host for request in seen]
-    assert hosts == ["coordinator.example", "other.example", "other.example"]
-    assert {request.headers["authorization"] for request in seen} == {"Bearer secret"}
-    with pytest.raises(ClientError):
-        asyncio.run(client.task(1, retry=False))
-    with pytest.raises(ClientError):
-        asyncio.run(client.task(1, retry=False))
-    assert [request.url.host for request in seen[3:5]] == ["other.example", "coordinator.example"]
-
-
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 def test_no_redirect_is_followed(status: int) -> None:
     script = Scripted(httpx.Response(status, headers={"Location": "https://elsewhere.example/steal"}))
@@ -464,8 +441,8 @@ def test_a_receipt_without_a_readable_task_is_a_receipt(body: bytes) -> None:
 
 def test_one_of_several_coordinators_is_not_kept_waiting() -> None:
     script = Scripted(httpx.Response(201, json={"task_id": "s", "status": "accepted"}))
-    script.client.book.read("https://other.example")
-    assert script.client.book.several
+    script.client.addresses.all.append("https://other.example")
+    assert script.client.addresses.several
     asyncio.run(script.client.send_update("s", Body.of(b"x"), 15))
     assert script.requests[0].url.query == b""
 

@@ -19,13 +19,14 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http import connection
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.settings import Settings, make_settings
-from promptfed.client_service.state.private_state import FILE, PrivateState, keep_known
+from promptfed.client_service.state.known_addresses import FILE, add_known, keep_known
+from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.training import trainer
 from promptfed.shared.messages import PROBLEM_BASE
 from promptfed.shared.methods.promptfl import CoOp
 from promptfed.shared.seeds import derive_seed
 from promptfed.shared.service import net
-from promptfed.shared.service.net import TOLD
+from promptfed.shared.service.net import Addresses
 from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
@@ -358,13 +359,6 @@ async def idle(request: httpx.Request) -> httpx.Response:
     return httpx.Response(204)
 
 
-def moved(to: str) -> Handler:
-    async def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(307, headers={"Location": to + request.url.raw_path.decode()})
-
-    return answer
-
-
 @pytest.mark.parametrize("gone", [silent, refused])
 def test_a_poll_goes_to_the_next_one_and_stays_there(gone: Handler) -> None:
     hosts = Hosts(a=gone, b=idle)
@@ -404,20 +398,6 @@ def test_with_one_address_a_poll_waits_as_long_as_it_is_to() -> None:
     assert hosts.requests[0].extensions["timeout"]["read"] == 45.0
 
 
-def test_a_redirect_to_one_that_was_silent_is_not_followed() -> None:
-    turns = 0
-
-    async def takes_over(request: httpx.Request) -> httpx.Response:
-        nonlocal turns
-        turns += 1
-        return await (moved(A) if turns < 3 else idle)(request)
-
-    hosts = Hosts(a=silent, b=takes_over, c=moved(B))
-    assert asyncio.run(hosts.client(f"{A},{B},{C}").task(30)) is None
-    assert hosts.asked.count("a") == 1
-    assert turns == 3
-
-
 def test_a_503_is_not_waited_for_where_another_one_may_answer() -> None:
     async def away(request: httpx.Request) -> httpx.Response:
         return httpx.Response(503, headers={"Retry-After": "60"})
@@ -428,54 +408,53 @@ def test_a_503_is_not_waited_for_where_another_one_may_answer() -> None:
     assert time.monotonic() - begun < 30
 
 
-def telling(told: str, then: Handler) -> Handler:
-    async def answer(request: httpx.Request) -> httpx.Response:
-        response = await then(request)
-        if response.status_code < 300:
-            response.headers[TOLD] = told
-        return response
+@pytest.mark.parametrize("waiting", [1, 3])
+def test_one_that_waits_is_left_for_the_next_at_once(waiting: int) -> None:
+    turns = 0
 
-    return answer
+    async def waits(request: httpx.Request) -> httpx.Response:
+        body = {"type": f"{PROBLEM_BASE}waiting", "title": "t", "status": 503, "detail": "d"}
+        return httpx.Response(503, headers={"Retry-After": "1", "Connection": "close"}, json=body)
+
+    async def takes_over(request: httpx.Request) -> httpx.Response:
+        nonlocal turns
+        turns += 1
+        return await (waits if turns < waiting else idle)(request)
+
+    hosts = Hosts(a=waits, b=takes_over)
+    assert asyncio.run(hosts.client(f"{A},{B}").task(30)) is None
+    assert hosts.asked == ["a", "b"] * waiting
 
 
-def test_addresses_that_were_told_are_kept_for_a_restart(tmp_path: Path) -> None:
+def test_a_redirect_is_followed_to_nobody() -> None:
+    async def moved(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(307, headers={"Location": B + request.url.raw_path.decode()})
+
+    hosts = Hosts(a=moved, b=idle)
+    with pytest.raises(connection.Refused, match="redirects are not followed"):
+        asyncio.run(hosts.client(f"{A},{B}").task(0))
+    assert hosts.asked == ["a"]
+
+
+def test_addresses_that_were_given_are_known_to_later_starts(tmp_path: Path) -> None:
     state = PrivateState(tmp_path)
 
-    def started(hosts: Hosts) -> CoordinatorClient:
-        client = hosts.client(A)
-        keep_known(client.book, state)
-        return client
+    def started(given: str, allowed: Callable[[str], bool] = lambda address: True) -> list[str]:
+        addresses = Addresses(given)
+        add_known(addresses, tmp_path, allowed)
+        keep_known(addresses, state)
+        return addresses.all
 
-    asyncio.run(started(Hosts(a=telling(f"{A}, {B}", idle))).task(30))
+    assert started(A) == [A]
+    assert not (tmp_path / FILE).exists()
+    assert started(f"{A},{B}") == [A, B]
     assert json.loads((tmp_path / FILE).read_text()) == [A, B]
-    hosts = Hosts(a=refused, b=idle)
-    assert asyncio.run(started(hosts).task(30)) is None
-    assert hosts.asked == ["a", "b"]
+    assert started(B) == [B, A]
+    assert started(A, lambda address: address != B) == [A], "the site's policy does not list it"
+    assert started(C) == [C], "they have moved: what is kept is of others"
     for damaged in (b"\xff", b"{}", b"[1]"):
         (tmp_path / FILE).write_bytes(damaged)
-        assert started(Hosts()).book.all == [A]
-
-
-def test_an_address_that_the_policy_does_not_list_is_not_used() -> None:
-    def only_a(origin: str) -> None:
-        if origin != A:
-            raise ClientError(Exit.POLICY, "not listed")
-
-    hosts = Hosts(a=telling(f"{A},{B}", idle), b=silent)
-    client = hosts.client(A, may_move=only_a)
-    asyncio.run(client.task(0))
-    assert client.book.all == [A]
-
-
-def test_a_refusal_tells_of_nobody() -> None:
-    async def answer(request: httpx.Request) -> httpx.Response:
-        body = {"type": f"{PROBLEM_BASE}unauthorized", "title": "t", "status": 401, "detail": "d"}
-        return httpx.Response(401, headers={TOLD: B}, json=body)
-
-    client = Hosts(a=answer).client(A)
-    with pytest.raises(connection.Refused):
-        asyncio.run(client.task(0))
-    assert client.book.all == [A]
+        assert started(A) == [A]
 
 
 def test_several_addresses_are_one_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

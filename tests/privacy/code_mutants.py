@@ -92,12 +92,12 @@ MUTANTS = (
         "paid_before_it_is_sent",
     ),
     Mutant(
-        "a 307 is followed wherever it leads",
+        "a redirect is followed wherever it leads",
         "client_service/http/connection.py",
-        "        self.may_move(origin)\n        if self.book.is_silent(origin):\n",
-        "        if self.book.is_silent(origin):\n",
-        TASKS,
-        "307_to_an_origin_that_the_policy_does_not_list and update",
+        "follow_redirects=False",
+        "follow_redirects=True",
+        "tests/client_service/test_resending.py",
+        "redirect_is_followed_to_nobody",
     ),
     Mutant(
         "tasks are not held against the policy",

@@ -35,7 +35,6 @@ from promptfed.sdk.progress import describe_round, metrics_of, open_tracker, rec
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.api_schemas import BackboneView, ClientCounts, FederationPage, FederationView, Health
 from promptfed.shared.api.report_schemas import RoundReport
-from promptfed.shared.service.net import TOLD
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread, in_thread
@@ -272,7 +271,7 @@ def fine(request: httpx.Request) -> httpx.Response:
 
 
 def moving(request: httpx.Request) -> httpx.Response:
-    kind = "https://promptfed.invalid/problems/federation-moving"
+    kind = "https://promptfed.invalid/problems/waiting"
     return httpx.Response(503, json={"type": kind, "detail": "wait"})
 
 
@@ -368,27 +367,11 @@ def test_a_takeover_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def takes_over(request: httpx.Request) -> httpx.Response:
         nonlocal turns
         turns += 1
-        elsewhere = httpx.Response(307, headers={"Location": f"{A}{request.url.path}"})
-        return {1: elsewhere, 2: moving(request)}.get(turns, fine(request))
+        return moving(request) if turns < 3 else fine(request)
 
     group = Group(monkeypatch, a=silent, b=takes_over)
     assert group.api(f"{A},{B}").send(READ).view.status == "ok"
-    assert group.asked.count(("a", "f")) == 1, "a redirect to who was silent just now is not followed"
-
-
-def test_addresses_are_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    def telling(request: httpx.Request) -> httpx.Response:
-        response = fine(request)
-        response.headers[TOLD] = f"{A}, {B}, http://c.example"
-        return response
-
-    group = Group(monkeypatch, a=telling, b=fine)
-    api = group.api(A)
-    api.send(READ)
-    group.handlers["a"] = silent
-    assert api.send(READ).view.status == "ok"
-    assert group.asked[-1] == ("b", "f")
-    assert api._book.all == [A, B]
+    assert group.asked.count(("a", "f")) == 1, "who was silent just now comes last"
 
 
 def test_if_nobody_answers_all_addresses_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,10 +382,18 @@ def test_if_nobody_answers_all_addresses_are_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_coordinator_alone_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = Group(monkeypatch, a=moving)
-    with pytest.raises(CommandError, match="wait"):
+    away = {"type": "https://promptfed.invalid/problems/store-away", "detail": "away"}
+    group = Group(monkeypatch, a=lambda request: httpx.Response(503, json=away))
+    with pytest.raises(CommandError, match="away"):
         group.api(A).send(READ)
     assert group.asked == [("a", "f")]
+
+
+def test_behind_one_address_one_that_works_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([moving, moving])
+    group = Group(monkeypatch, a=lambda request: next(answers, fine)(request))
+    assert group.api(A).send(ACT).view.status == "ok"
+    assert group.asked == [("a", "start")] * 3
 
 
 # Experiment trackers, read back: TensorBoard's event file and MLflow's database hold what the reports say.
