@@ -191,7 +191,7 @@ class Disturber:
         return True
 
     def _holder(self, name: str, besides: str | None = None) -> str | None:
-        """The address of the coordinator that answers for the federation itself."""
+        """The address of the coordinator that works."""
         for url in self._group.urls:
             if url == besides:
                 continue

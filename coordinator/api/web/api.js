@@ -1,8 +1,8 @@
 // The coordinator's API. The token lives in this object, and travels in a header: never in an address.
 
-import { Group } from "./group.js";
-
 const PATIENCE = 30_000; // ms for an answer; the stream of events has no end
+const AGAIN = 1_000; // ms until one of several coordinators behind this address is asked again, where one waits
+const TRIES = 20;
 
 /** A refusal, in the coordinator's own words; `errors` are what is wrong by path, where it says so. */
 export class Refused extends Error {
@@ -16,15 +16,9 @@ export class Refused extends Error {
 export class Api {
   #token;
   #kept = new Map();
-  #group = new Group();
 
   constructor(token) {
     this.#token = token;
-  }
-
-  /** The address that answers where it is not the page's own, else null. */
-  get elsewhere() {
-    return this.#group.elsewhere;
   }
 
   get(path) {
@@ -94,10 +88,14 @@ export class Api {
   }
 
   async #fetch(path, options = {}) {
-    const headers = { ...options.headers, Authorization: `Bearer ${this.#token}`, "Promptfed-Page": "1" };
+    const headers = { ...options.headers, Authorization: `Bearer ${this.#token}` };
     let answer;
     try {
-      answer = await this.#group.send(path, { ...options, headers, credentials: "omit", cache: "no-store", redirect: "error" });
+      for (let tries = 0; tries < TRIES; tries += 1) {
+        answer = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store", redirect: "error" });
+        if (answer.status !== 503 || !(await answer.clone().json().catch(() => ({}))).type?.endsWith("/waiting")) break;
+        await new Promise((resolve) => setTimeout(resolve, AGAIN));
+      }
     } catch (error) {
       if (options.signal?.aborted && error.name === "AbortError") throw error;
       throw new Refused(0, "The coordinator does not answer. Is it running?");
@@ -115,13 +113,7 @@ export class Api {
     const headers = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": last } : {}) };
     const answer = await this.#fetch(path, { headers, signal });
     opened();
-    const read = new AbortController();
-    this.#group.watch(read.signal);
-    try {
-      await this.#read(answer.body.pipeThrough(new TextDecoderStream()).getReader(), take);
-    } finally {
-      read.abort();
-    }
+    await this.#read(answer.body.pipeThrough(new TextDecoderStream()).getReader(), take);
   }
 
   async #read(reader, take) {

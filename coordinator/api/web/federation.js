@@ -174,7 +174,7 @@ export class Federation {
     while (!this.abort.signal.aborted) {
       try {
         await this.api.stream(`${this.path}/events?newest=${SHOWN}`, this.last, {
-          opened: () => this.hooks.connection("live", this.api.elsewhere ? `live from ${this.api.elsewhere}` : "live"),
+          opened: () => this.hooks.connection("live", "live"),
           take: (event) => this.#take(event),
           signal: this.abort.signal,
         });
