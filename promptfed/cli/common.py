@@ -51,7 +51,7 @@ RayAddress = Annotated[
 Url = Annotated[
     str | None,
     typer.Option(
-        "--coordinator", help=f"its URL, or several of a group by commas; default: ${URL_VARIABLE}, else {DEFAULT_URL}"
+        "--coordinator", help=f"its URL, or those of several by commas; default: ${URL_VARIABLE}, else {DEFAULT_URL}"
     ),
 ]
 TokenFile = Annotated[Path | None, typer.Option(help=f"file with the operator token; default: ${TOKEN_VARIABLE}")]

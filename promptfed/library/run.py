@@ -159,7 +159,7 @@ def _uri(sources: SharedSources, name: str, source: str | Source) -> str:
 def connect(url: str | None = None, *, token: str | None = None, token_file: Path | str | None = None) -> Connection:
     """A coordinator at ``url`` (default: $PROMPTFED_COORDINATOR, else loopback's port 8080) with its operator token.
 
-    Of a group of coordinators ``url`` may name several, separated by commas.
+    Of several coordinators that wait for each other, ``url`` may name all, separated by commas.
 
     The token is ``token``, or that of ``token_file``, or $PROMPTFED_OPERATOR_TOKEN.
 
