@@ -170,25 +170,32 @@ def test_verify_reads_objects_no_copies(tmp_path: Path, object_store: str, capsy
 
 
 @pytest.mark.slow
-def test_what_crashes_have_left_is_swept_at_the_next_start(tmp_path: Path, object_store: str) -> None:
+def test_what_crashes_have_left_is_swept_at_the_next_start(
+    tmp_path: Path, object_store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bucket = Bucket(object_store)
     with in_thread(tmp_path / "data", store=object_store) as coordinator:
         played(coordinator)
         named = keys(object_store)
         bucket.put(fresh_key("sha256:" + "0" * 64), b"litter")
     with in_thread(tmp_path / "data", store=object_store):
+        assert keys(object_store) > named, "it may be about to get its row"
+    monkeypatch.setattr(blobs, "LITTER_SECONDS", -60.0)
+    with in_thread(tmp_path / "data", store=object_store):
         assert keys(object_store) == named
 
 
 @pytest.mark.slow
-def test_among_others_what_was_put_just_now_is_no_litter(tmp_path: Path, object_store: str) -> None:
+def test_what_was_put_just_now_is_no_litter(
+    tmp_path: Path, object_store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bucket, key = Bucket(object_store), fresh_key("sha256:" + "0" * 64)
     bucket.put(key, b"about to be named")
     store = open_store_at(tmp_path / "data", object_store + "/elsewhere")
     try:
-        mine = blobs.Blobs(tmp_path / "data", store.blobs._rows, bucket, shared=True)
+        mine = blobs.Blobs(tmp_path / "data", store.blobs._rows, bucket)
         assert mine.remove_litter() == 0
-        mine.shared = False
+        monkeypatch.setattr(blobs, "LITTER_SECONDS", -60.0)
         assert mine.remove_litter() == 1
     finally:
         store.close()

@@ -144,10 +144,10 @@ def test_the_data_folder_is_for_its_owner_alone_also_where_it_was_there_before(t
 
 LATER = '''"""A later form"""
 from alembic import op
-revision = "0028"
-down_revision = "0027"
+revision = "0029"
+down_revision = "0028"
 def upgrade() -> None:
-    op.execute("CREATE TABLE made_by_0028 (id INTEGER)")
+    op.execute("CREATE TABLE made_by_0029 (id INTEGER)")
 '''
 
 
@@ -163,13 +163,13 @@ def empty(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
 
 
 @pytest.fixture
-def add_0028(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def add_0029(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Makes the product what it will be with one migration more."""
 
     def add() -> None:
         folder = tmp_path / "migrations"
         shutil.copytree(module.MIGRATIONS, folder)
-        (folder / "versions" / "0028_later.py").write_text(LATER)
+        (folder / "versions" / "0029_later.py").write_text(LATER)
         monkeypatch.setattr(module, "MIGRATIONS", folder)
 
     return add
@@ -186,9 +186,9 @@ def differences(database: Database) -> list[object]:
         return list(compare_metadata(context, Base.metadata))
 
 
-def has_table_of_0028(database: Database) -> bool:
+def has_table_of_0029(database: Database) -> bool:
     with database.read() as session:
-        return inspect(session.connection()).has_table("made_by_0028")
+        return inspect(session.connection()).has_table("made_by_0029")
 
 
 def uncompressed_columns(database: Database) -> list[str]:
@@ -199,7 +199,7 @@ def uncompressed_columns(database: Database) -> list[str]:
 
 def test_a_new_store_has_the_newest_form(empty: Database) -> None:
     empty.migrate()
-    assert form(empty) == "0027"
+    assert form(empty) == "0028"
     assert differences(empty) == []
     if isinstance(empty.backend, PostgreSQL):
         assert uncompressed_columns(empty) == ["content"]
@@ -222,19 +222,19 @@ def test_an_older_store_is_refused_and_told_what_reads_it(empty: Database, old: 
     assert form(empty) == old
 
 
-def test_a_later_migration_runs_on_stores_of_before(empty: Database, add_0028: Callable[[], None]) -> None:
+def test_a_later_migration_runs_on_stores_of_before(empty: Database, add_0029: Callable[[], None]) -> None:
     empty.migrate()
-    add_0028()
-    with pytest.raises(CannotOpen, match="have the form 0027 instead of 0028"):
+    add_0029()
+    with pytest.raises(CannotOpen, match="have the form 0028 instead of 0029"):
         empty.expect_this_version()
     empty.migrate()
-    assert (form(empty), has_table_of_0028(empty)) == ("0028", True)
+    assert (form(empty), has_table_of_0029(empty)) == ("0029", True)
 
 
-def test_a_later_migration_does_not_run_on_a_new_store(empty: Database, add_0028: Callable[[], None]) -> None:
-    add_0028()
+def test_a_later_migration_does_not_run_on_a_new_store(empty: Database, add_0029: Callable[[], None]) -> None:
+    add_0029()
     empty.migrate()
-    assert (form(empty), has_table_of_0028(empty)) == ("0028", False)
+    assert (form(empty), has_table_of_0029(empty)) == ("0029", False)
 
 
 def test_tables_of_another_program_are_left_alone(empty: Database) -> None:

@@ -172,11 +172,11 @@ def test_tables_of_another_version_are_not_waited_for(
 ) -> None:
     one = start()
     wait_for("its turn", lambda: works(one))
-    monkeypatch.setattr(database, "_forms", lambda: ["0026", "0028"])
+    monkeypatch.setattr(database, "_forms", lambda: ["0026", "0029"])
     settings = one.settings.model_copy(update={"data_dir": tmp_path / "late", "database_wait_seconds": 0.5})
     waiting = opening.Waiting(settings)
     try:
-        with pytest.raises(CannotOpen, match="have the form 0027 instead of 0028"):
+        with pytest.raises(CannotOpen, match="have the form 0028 instead of 0029"):
             waiting.next_store()
     finally:
         waiting.close()
