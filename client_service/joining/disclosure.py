@@ -96,6 +96,9 @@ class Disclosure:
     def facts(self) -> dict[str, Any]:
         """For programs."""
         domain = self.declared.domain.model_dump() if self.declared.domain else None
+        declared = asdict(self.declared) | {"domain": domain, "class_names": list(self.declared.class_names)}
+        if declared["grey"] is None:
+            del declared["grey"]  # as in the request
         return {
             "coordinator": self.terms.coordinator,
             "federation": self.terms.federation,
@@ -103,7 +106,7 @@ class Disclosure:
             "terms": self.terms.model_dump(mode="json"),
             "agree": self.terms.digest,
             "changes": list(self.changes),
-            "declared": asdict(self.declared) | {"domain": domain, "class_names": list(self.declared.class_names)},
+            "declared": declared,
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
             "learned": [asdict(disclosed) for disclosed in self.disclosed],
             "test_sets": list(self._tests),

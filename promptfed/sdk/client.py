@@ -309,7 +309,8 @@ def _received(request: Request[Any], response: httpx.Response) -> httpx.Response
     """
     try:
         proven = digests.is_proven(response.headers, response.content, response.status_code == 206)
-        if not proven and PROTOCOL in response.headers and "json" in response.headers.get("content-type", ""):
+        has_json = "json" in response.headers.get("content-type", "") and response.status_code != httpx.codes.NO_CONTENT
+        if not proven and PROTOCOL in response.headers and has_json:
             response.json()
     except (Damaged, ValueError) as error:
         damaged = error if isinstance(error, Damaged) else Damaged("it is not JSON")

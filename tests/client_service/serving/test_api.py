@@ -261,14 +261,14 @@ def test_one_image_at_a_time_is_decoded(serving: Worker, source: Source, monkeyp
     lock = threading.Lock()
     real = prediction.read_image
 
-    def counting(content: bytes) -> Image.Image:
+    def counting(content: bytes, grey: str | None = None) -> Image.Image:
         nonlocal at_once, most
         with lock:
             at_once += 1
             most = max(most, at_once)
         time.sleep(0.02)
         try:
-            return real(content)
+            return real(content, grey)
         finally:
             with lock:
                 at_once -= 1

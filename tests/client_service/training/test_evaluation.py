@@ -66,6 +66,7 @@ def test_a_further_test_set_is_scored_over_its_own_class_names(make: Make, backb
     assert set(before["splits"]) == set(after["splits"]) == {"test", "novel", "other"}
     for found in (before, after):
         expected = zero_shot_of(backbone, novel, "a photo of a {}.")
+        assert 0 <= found["zero_shot"]["novel"].pop("ece") <= 1
         assert found["zero_shot"]["novel"] == {"accuracy": expected, "num_samples": len(novel.test)}
         assert found["zero_shot"]["other"]["accuracy"] == zero_shot_of(backbone, other, "a photo of a {}.")
 

@@ -186,9 +186,7 @@ def test_what_crashes_have_left_is_swept_at_the_next_start(
 
 
 @pytest.mark.slow
-def test_what_was_put_just_now_is_no_litter(
-    tmp_path: Path, object_store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_put_just_now_is_no_litter(tmp_path: Path, object_store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket, key = Bucket(object_store), fresh_key("sha256:" + "0" * 64)
     bucket.put(key, b"about to be named")
     store = open_store_at(tmp_path / "data", object_store + "/elsewhere")

@@ -18,7 +18,6 @@ from promptfed.shared.clip import FeatureCache, caches, load_backbone
 from promptfed.shared.clip.caches import ImageSplit
 from promptfed.shared.data import DataError, Source, Split, open_source
 from promptfed.shared.data import readers as data_readers
-from promptfed.shared.data.medical.phantoms import write_patients
 from promptfed.shared.data.source import joined
 from tests.shared.data.test_sources import oxford_pets
 
@@ -139,6 +138,8 @@ def test_no_pixels_are_held_and_no_view_is_drawn_of_an_image_that_was_exchanged(
 def test_headers_of_files_that_were_exchanged_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of equal size and time of change, as archives leave them: a patient's files are under another's name."""
     pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
+    from promptfed.shared.data.medical.phantoms import write_patients
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = write_patients(tmp_path / "a", 6, 3, 1)
     lines = [f"{path.relative_to(root)},c{k % 2}" for k, path in enumerate(sorted(root.rglob("*.dcm")))]

@@ -303,7 +303,8 @@ def task(backbone: Backbone, count: int = 10, **training: Any) -> pf.ClientConte
     pictures = Pictures(noise(count, 3, height, width), torch.arange(count) % len(NAMES))
     return pf.ClientContext(
         backbone=backbone, class_names=NAMES, template="a photo of a {}.",
-        terms=training_terms({"epochs": 2, "batch_size": 4, "learning_rate": 0.05} | training), client="birch",
+        terms=training_terms({"epochs": 2, "batch_size": 4, "learning_rate": 0.05, "schedule": "constant"} | training),
+        client="birch",
         domain=None, peers=(), round=2, phase="train", train=pictures,
     )  # fmt: skip
 

@@ -509,7 +509,13 @@ SPEC: dict[str, Any] = {
     "method": {"name": "plan", "m": 2, "alpha": ALPHA},
     "class_names": list(NAMES),
     "rounds": ROUNDS,
-    "training": {"learning_rate": RATE, "momentum": MOMENTUM, "weight_decay": DECAY, "batch_size": BATCH},
+    "training": {
+        "learning_rate": RATE,
+        "momentum": MOMENTUM,
+        "weight_decay": DECAY,
+        "batch_size": BATCH,
+        "schedule": "constant",
+    },
     "participation": {"min_clients": 2},
     "admission": {"max_update_norm": 100.0},  # the rate is 33 times PLAN's own, on a backbone with random weights
     "seed": SEED,
