@@ -529,7 +529,7 @@ def plan(
         "rounds": 2,
         "seed": 1,
         "backbone": {"model": model, "pretrained": pretrained, "precision": precision},
-        "training": training,
+        "training": {key: value for key, value in training.items() if key not in METHODS[chosen["name"]].ignores},
         "participation": {"min_clients": clients},
         "evaluation": {"every": 2},
         **changes,

@@ -167,7 +167,7 @@ def judged(registry: Registry, live: Any, client: Any, task: dict[str, Any], bod
     path.write_bytes(body)
     try:
         asked = submissions.asked_task(registry.database, live, client, task["task_id"])
-        submissions._examine(registry.blobs, live, client, asked, Upload(path, len(body), digest_of(body)))
+        submissions._examine(registry, live, client, asked, Upload(path, len(body), digest_of(body)))
     except Refusal as refusal:
         return refusal.kind
     finally:

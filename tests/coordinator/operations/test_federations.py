@@ -252,7 +252,7 @@ def test_methods_are_described_to_anyone(coordinator: InThread) -> None:
     one = coordinator.http.get("/v1/methods/promptfl").json()
     context = {"name": "context", "shape": ["m", "d_t"], "dtype": "float32", "shared_with_clients": True}
     assert one["phases"][0]["up"] == [context]
-    assert one["hyperparameters"]["properties"]["m"]["default"] == 16
+    assert one["hyperparameters"]["properties"]["m"]["default"] is None
     assert coordinator.http.get("/v1/methods/nonsense").json()["type"].endswith("/not-found")
 
 
