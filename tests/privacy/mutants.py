@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant("an_earlier_round", SECURE, "SecureWork.expect", "if task.round < markers.round:", "if False:"),
     Mutant("another_payload", ROSTER, "_expect_entry", '"attempt", "payload_sha256", "terms")', '"attempt", "terms")'),
     Mutant("swapped_keys", ROSTER, "_expect_entry", "if not is_entry_signed(answer):", "if False:"),
-    Mutant("one_identity_twice", ROSTER, "_expect_keys", "for key in (entry.identity_key, ", "for key in ("),
+    Mutant("one_identity_twice", ROSTER, "_expect_keys", "in expect_keys(entry)]", "in expect_keys(entry)[1:]]"),
     Mutant("swapped_boxes", MEMBER, "_open", SIZE, NO_SIZE),
     Mutant("too_few_share", MEMBER, "expect_set", "if len(chosen) < least:", "if False:"),
     Mutant("too_few_alive", MEMBER, "expect_set", "if len(chosen) < least:", "if False:"),

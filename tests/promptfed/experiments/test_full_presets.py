@@ -7,6 +7,7 @@ or whose clients no method takes, is found without the data.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def without_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public_sets, "_load_torchvision", labels_only)
-    monkeypatch.setattr(folders, "_digests", lambda items: [str(item.path) for item in items])
+    monkeypatch.setattr(folders, "_read", lambda items, grey: [replace(item, digest=str(item.path)) for item in items])
 
 
 def jobs_of(name: str, root: Path) -> Iterator[tuple[Preset, Job]]:
