@@ -122,6 +122,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0, done.output
     card = json.loads((tmp_path / "export" / "card.json").read_text())
     assert json.loads(done.stdout)["state"] == card["hashes"]["state"]
-    assert "ends in .onnx" in CliRunner().invoke(app, [*arguments, str(tmp_path / "model")]).stderr
+    assert "ends in .onnx" in CliRunner().invoke(app, [*arguments, str(tmp_path / "other")]).stderr
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert "promptfed[onnx]" in CliRunner().invoke(app, [*arguments, str(tmp_path / "other.onnx")]).stderr
