@@ -36,7 +36,7 @@ SGD: dict[str, Any] = {"batch_size": 4, "momentum": 0.9, "weight_decay": 5e-4}
 @pytest.fixture
 def make_sketcher(make_context: small.Make, backbone: Backbone) -> small.Make:
     def make(count: int = 10, *, phase: str = "global", **options: Any) -> ClientContext:
-        context = make_context(count, **(SGD | {"learning_rate": 0.05, "epochs": 2} | options))
+        context = make_context(count, **(SGD | {"learning_rate": 0.05, "epochs": 2, "schedule": "constant"} | options))
         return replace(context, domain=small.SKETCH, peers=(small.A, small.B, small.UNSEEN), phase=phase)
 
     return make
