@@ -13,8 +13,8 @@ depends_on = None
 
 def upgrade() -> None:
     """Who works on the tables writes its row when it has them."""
-    op.drop_table("leases")
-    op.drop_table("coordinators")
+    op.drop_table("leases", if_exists=True)
+    op.drop_table("coordinators", if_exists=True)
     op.create_table(
         "working",
         sa.Column("id", sa.Integer(), primary_key=True),
@@ -23,4 +23,5 @@ def upgrade() -> None:
         sa.Column("backend", sa.Integer(), nullable=False),
         sa.Column("since", sa.Float(), nullable=False),
         sa.Column("seen", sa.Float(), nullable=False),
+        if_not_exists=True,
     )
