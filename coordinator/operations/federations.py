@@ -31,6 +31,7 @@ from promptfed.coordinator.store.opening import digest, write_secret
 from promptfed.coordinator.store.tables import EventRow, FederationRow
 from promptfed.shared.api.api_schemas import TokenRequest
 from promptfed.shared.canonical import canonical_json
+from promptfed.shared.clip.embedded import EMBEDDED
 from promptfed.shared.methods import check_fits, make_method, resolve_spec
 from promptfed.shared.methods.core.checks import allowed_rounds, check_hopeless, check_sizes
 from promptfed.shared.methods.core.interface import MethodError, needs_torch_always
@@ -65,12 +66,15 @@ def _check_torch(spec: FederationSpec) -> None:
 
 
 def _check_shape(spec: FederationSpec) -> None:
-    """If the spec gives the backbone's shape, the method must support it."""
-    if spec.backbone.shape is None:
+    """If the backbone's shape is known, the method must support it, and learn beside the noise."""
+    known = EMBEDDED.get(spec.backbone.model)
+    shape = spec.backbone.shape or (known.shape() if known else None)
+    if shape is None:
         return
-    federation = new_federation("", spec)
+    backbone = spec.backbone.model_copy(update={"shape": shape})
+    federation = new_federation("", spec.model_copy(update={"backbone": backbone}))
     with _offence_at("backbone.shape"):
-        check_fits(federation.method, spec.backbone.shape)
+        check_fits(federation.method, shape)
         federation.method.dims(federation.context())
     with _offence_at("method"):
         check_sizes(spec, federation.method, federation.context(), spec.participation.min_clients)

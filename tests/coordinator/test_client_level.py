@@ -208,9 +208,13 @@ def test_the_key_of_the_sampling_is_secret_for_good_and_there_is_no_draw_to_tell
 def test_hopeless_noise_is_refused_at_creation_at_enrolment_and_at_the_start(coordinator: InThread) -> None:
     hopeless = {"level": "client", "clip": 1.5, "noise_multiplier": 5.0}
     body = spec(privacy=hopeless, aggregation={"weighting": "uniform"}, participation={"min_clients": 2})
-    shaped = body | {"backbone": {"shape": {"d_t": 8, "d_e": 8, "d_v": 8}}}
+    (error,) = coordinator.post("/v1/federations", body, status=422)["errors"]  # the embedded backbone's shape is known
+    assert "noise z = 5 on 448 numbers" in error["detail"]
+    other = {"model": "RN50", "pretrained": "openai"}
+    shaped = body | {"backbone": other | {"shape": {"d_t": 8, "d_e": 8, "d_v": 8}}}
     (error,) = coordinator.post("/v1/federations", shaped, status=422)["errors"]
     assert error["path"] == "privacy.noise_multiplier"
+    body["backbone"] = other
     assert "noise z = 5 on 32 numbers over 2 expected clients is r = 14" in error["detail"]
     client = ScriptedClient(coordinator.http, coordinator.post("/v1/federations", body, status=201)["id"], "a")
     refused = client.enrol(coordinator.token(client.federation))
