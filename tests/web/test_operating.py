@@ -95,7 +95,7 @@ def test_training_times_and_settings_are_shown(coordinator: InThread, visited: V
     expect(settings.get_by_role("status")).to_have_text("2 settings")
     row = settings.get_by_role("row", name="Learning rate").first
     expect(row).to_contain_text("0.25")
-    expect(row).to_contain_text("0.1")  # what a sweep found for this method on this backbone
+    expect(row).to_contain_text("0.02")  # what a sweep found for this method on this backbone
 
 
 LEFT = """async ([view, reports]) => {
@@ -140,7 +140,7 @@ def test_federations_are_found_and_laid_side_by_side(coordinator: InThread, visi
     # What a spec leaves out has the method's default, as what it writes out may have: that is no difference.
     # The same backbone with and without its fingerprint is none either.
     pinned = {"fingerprint": FINGERPRINT, "shape": SHAPE}
-    second = finished(coordinator, "fast", training={"learning_rate": 0.25, "epochs": 1}, backbone=pinned)
+    second = finished(coordinator, "fast", training={"learning_rate": 0.25, "epochs": 5}, backbone=pinned)
     for name in ("eyes", "skin"):
         coordinator.create(name=name)
     page = visited.page
@@ -167,7 +167,7 @@ def test_federations_are_found_and_laid_side_by_side(coordinator: InThread, visi
     expect(figures.get_by_role("row", name="accuracy (gain)")).to_contain_text("50.0 % (+25.0)50.0 % (+25.0)")
     differing = page.get_by_role("region", name="Settings that differ").get_by_role("row")
     expect(differing).to_have_count(2)
-    expect(differing.nth(1)).to_have_text("Learning rate0.10.25")
+    expect(differing.nth(1)).to_have_text("Learning rate0.020.25")
 
 
 def test_seven_questions_fit_on_one_screen_and_each_error_stands_at_its_field(
@@ -203,7 +203,7 @@ def test_seven_questions_fit_on_one_screen_and_each_error_stands_at_its_field(
     search = page.get_by_label("Search by name")
     search.fill("rate")
     rate = page.get_by_label("Learning rate", exact=True)
-    expect(rate).to_have_attribute("placeholder", "0.01")  # what a sweep found for the embedded backbone
+    expect(rate).to_have_attribute("placeholder", "0.02")  # what a sweep found for the embedded backbone
     page.get_by_label("Backbone", exact=True).select_option(label="CLIP ViT-B/16 of OpenAI")
     expect(rate).to_have_attribute("placeholder", "0.002")
     page.get_by_label("Backbone", exact=True).select_option(label="promptfed-tiny: small, to try things out")
@@ -885,8 +885,8 @@ def test_of_secure_sums_the_steps_are_shown_and_what_nobody_sees_is_said(coordin
 @pytest.mark.slow
 def test_of_a_protected_federation_privacy_panel_tells_what_was_spent(coordinator: InThread, visited: Visit) -> None:
     privacy = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
-    _, (a, _), (task, other) = open_first_phase(coordinator, name="guarded", privacy=privacy)
-    spent = {"epsilon": 1.5, "delta": 1e-3, "noise": "seeded", "events": [training_event(10, 32, 1, 1.0).as_json()]}
+    _, (a, _), (task, other) = open_first_phase(coordinator, name="guarded", training={"epochs": 1}, privacy=privacy)
+    spent = {"epsilon": 3.5, "delta": 1e-3, "noise": "seeded", "events": [training_event(10, 32, 1, 1.0).as_json()]}
     update = update_body(trained(a.payload(task), "a", task), task, metrics={}, privacy=spent)
     assert a.send(task, update).status_code == 201
     refusal = {"type": "privacy-budget-exhausted", "detail": "no"}
@@ -900,7 +900,8 @@ def test_of_a_protected_federation_privacy_panel_tells_what_was_spent(coordinato
     expect(panel).to_contain_text("noise from a seed, which protects nothing: a")
     expect(panel).to_contain_text("1 task refused: privacy-budget-exhausted")
     rows = panel.get_by_role("region", name="What clients have spent").locator("tbody tr")
-    expect(rows.first).to_contain_text("1.5")
+    expect(rows.first).to_contain_text("3.14")  # as the coordinator computes it
+    expect(rows.first).to_contain_text("3.5")  # what the ledger holds
     expect(rows.first).to_contain_text("seeded: no guarantee")
 
 

@@ -116,13 +116,12 @@ def make_failed(server: InThread) -> None:
 
 
 def make_protected(server: InThread) -> None:
-    federation = server.create(
-        name="protected", participation=PATIENT, privacy={"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
-    )
+    noise = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
+    federation = server.create(name="protected", participation=PATIENT, training={"epochs": 1}, privacy=noise)
     clients = server.enrol(federation, "a", "b")
     server.post(f"{federation}/start")
     (a, _), (task, _) = clients, server.training(clients)
-    spent = {"epsilon": 1.5, "delta": 1e-3, "noise": "seeded", "events": [training_event(10, 32, 1, 1.0).as_json()]}
+    spent = {"epsilon": 3.5, "delta": 1e-3, "noise": "seeded", "events": [training_event(10, 32, 1, 1.0).as_json()]}
     assert (
         a.send(task, update_body(trained(a.payload(task), "a", task), task, metrics={}, privacy=spent)).status_code
         == 201
