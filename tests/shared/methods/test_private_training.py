@@ -193,6 +193,9 @@ def test_gradients_are_clipped_over_all_tensors_and_bad_numbers_count_as_nothing
     assert found[3].tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=2e-6)
     assert found[4].tolist() == pytest.approx([0, 0.1])
     assert found[5].tolist() == pytest.approx([0.1, 0.1])
+    assert clipped(torch.tensor([[0.6, 0.8]]).double(), 1.0)[0].tolist() == pytest.approx([0.6, 0.8], abs=2e-6)
+    rows = torch.randn(10_000, 7, generator=torch.Generator().manual_seed(1)).double()
+    assert float(clipped(rows, 0.3).float().double().norm(dim=1).max()) <= 0.3, "also of what float32 rounds"
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -502,25 +505,42 @@ def test_who_classifies_with_what(name: str, backbone: Backbone, make_context: M
 # Groups of records as units: their images, their gradient written out, and that nothing else of them counts.
 
 
+CLIP = 19.0  # the groups' first gradients have 22.0, 18.9, 19.6 and 14.6
+
+
 GROUPS = ((4, 0, 7), (1,), (5, 2), (3, 6, 8, 9))
 
 
-def grouped(context: pf.ClientContext, batch: int, epochs: int, groups: Any = GROUPS) -> pf.ClientContext:
-    own = Protection(0.3, 1.0, len(groups), batch, epochs, SeededNoise(7).stream(), groups)
+def draws(clip: float) -> NoiseStream:
+    """Noise, but where a group may be shorter than the clip: it would drown the groups."""
+    return SeededNoise(7).stream() if clip <= 0.3 else literal_private.Silent(bytes(32))
+
+
+def grouped(
+    context: pf.ClientContext, batch: int, epochs: int, groups: Any = GROUPS, clip: float = 0.3
+) -> pf.ClientContext:
+    own = Protection(clip, 1.0, len(groups), batch, epochs, draws(clip), groups)
     return replace(context, protection=own)
 
 
-@pytest.mark.parametrize(("batch", "epochs"), [(2, 2), (4, 1), (1, 2)])
+# Every group is longer than the first clip, some are longer than the second, none is as long as the third.
+@pytest.mark.parametrize(("clip", "batch", "epochs"), [(0.3, 2, 2), (CLIP, 4, 1), (1e3, 1, 2)])
 @pytest.mark.parametrize("at_once", [512, 10], ids=["whole groups", "groups in parts"])
 def test_promptfl_equals_dp_sgd_over_groups_written_out(
-    batch: int, epochs: int, at_once: int, backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
+    clip: float,
+    batch: int,
+    epochs: int,
+    at_once: int,
+    backbone: Backbone,
+    make_context: Make,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A group is sampled, clipped and counted as one: the gradient of the mean loss of its images."""
     monkeypatch.setattr("promptfed.shared.clip.backbone.PREFIX_TEXTS", at_once)
     context = make_context(10, epochs=epochs, batch_size=batch, learning_rate=0.05)
     start = start_of({"name": "promptfl", "m": M}, backbone)["context"]
     method = make_method({"name": "promptfl", "m": M})
-    found = method.train(grouped(context, batch, epochs), {"context": start}, {}).update["context"]
+    found = method.train(grouped(context, batch, epochs, clip=clip), {"context": start}, {}).update["context"]
 
     def unit_loss(theta: Any, unit: int) -> Tensor:
         rows = list(GROUPS[unit])
@@ -532,11 +552,11 @@ def test_promptfl_equals_dp_sgd_over_groups_written_out(
         unit_loss,
         None,
         lambda theta: make_optimizer(theta, context.training, 0.05),
-        SeededNoise(7).stream(),
+        draws(clip),
         units=len(GROUPS),
         batch=batch,
         epochs=epochs,
-        clip=0.3,
+        clip=clip,
         z=1.0,
     )[0]
     moved = float((wanted - start).abs().max())
