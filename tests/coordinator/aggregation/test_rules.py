@@ -216,17 +216,21 @@ def test_no_update_has_no_aggregate() -> None:
         rule_of(rule="median")([])
 
 
-def test_multi_krum_weighs_what_it_has_chosen_and_keeps_the_cap() -> None:
-    vectors = some(8, 10)
-    weights = [0.55, *[0.05] * 9]
-    rule = rule_of(rule="multi_krum", weighting="samples", max_weight_share=0.3)
+@pytest.mark.parametrize(
+    ("weights", "wanted"),
+    [
+        ([0.3, *[0.1] * 5, *[0.05] * 4], [3 / 8, *[1 / 8] * 5]),  # 6 of 10, by their weights among each other
+        ([0.55, *[0.05] * 9], [0.4, *[0.12] * 5]),  # 0.55 of 0.8 would be over the cap of 0.4
+        ([0.0] * 10, [1 / 6] * 6),
+    ],
+)
+def test_multi_krum_weighs_what_it_has_chosen_and_keeps_the_cap(weights: list[float], wanted: list[float]) -> None:
+    vectors = [[0.1 * i + 0.01 * d for d in range(10)] for i in range(6)] + [[50.0 * i] * 10 for i in range(1, 5)]
+    rule = rule_of(rule="multi_krum", tolerate=0.2, weighting="samples", max_weight_share=0.4)
     aggregate = flat(rule(updates_of(vectors, weights)))
-    shares = {name: one.influence for name, one in rule.judged.items() if one.verdict == "counted"}
-    assert len(shares) == 6
-    assert sum(shares.values()) == pytest.approx(1)
-    assert max(shares.values()) <= 0.3 + 1e-9
-    mixed = [sum(shares.get(f"c{i:03d}", 0.0) * v[d] for i, v in enumerate(vectors)) for d in range(10)]
-    is_close(aggregate, mixed)
+    influence = [rule.judged[f"c{i:03d}"].influence for i in range(10)]
+    assert influence == pytest.approx([*wanted, *[0.0] * 4])
+    is_close(aggregate, [sum(w * v[d] for w, v in zip(wanted, vectors, strict=False)) for d in range(10)])
 
 
 # Shares and the weighted mean.
