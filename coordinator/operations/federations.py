@@ -31,9 +31,9 @@ from promptfed.coordinator.store.opening import digest, write_secret
 from promptfed.coordinator.store.tables import EventRow, FederationRow
 from promptfed.shared.api.api_schemas import TokenRequest
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.clip.embedded import EMBEDDED
+from promptfed.shared.clip.weights import shape_by_name
 from promptfed.shared.methods import check_fits, make_method, resolve_spec
-from promptfed.shared.methods.core.checks import allowed_rounds, check_hopeless, check_sizes
+from promptfed.shared.methods.core.checks import allowed_rounds, check_hopeless, check_sizes, check_texts
 from promptfed.shared.methods.core.interface import MethodError, needs_torch_always
 from promptfed.shared.plain_text import plain
 from promptfed.shared.privacy.noise import Noise
@@ -51,6 +51,8 @@ def resolve(raw: dict[str, Any]) -> FederationSpec:
         spec = resolve_spec(raw)
         _check_torch(spec)
         _check_shape(spec)
+        with _offence_at("privacy.epsilon"):
+            allowed_rounds(make_method(spec.method), spec)
     except SpecError as error:
         raise problems.InvalidSpec(str(error), errors=error.errors) from None
     return spec
@@ -67,15 +69,16 @@ def _check_torch(spec: FederationSpec) -> None:
 
 def _check_shape(spec: FederationSpec) -> None:
     """If the backbone's shape is known, the method must support it, and learn beside the noise."""
-    known = EMBEDDED.get(spec.backbone.model)
-    shape = spec.backbone.shape or (known.shape() if known else None)
-    if shape is None:
-        return
+    shape = spec.backbone.shape or shape_by_name(spec.backbone.model)
+    if shape is None or (shape.d_v is not None and shape.positions is None and spec.backbone.shape is None):
+        return  # what towers that are not plain take, the first client tells
     backbone = spec.backbone.model_copy(update={"shape": shape})
     federation = new_federation("", spec.model_copy(update={"backbone": backbone}))
     with _offence_at("backbone.shape"):
         check_fits(federation.method, shape)
         federation.method.dims(federation.context())
+    with _offence_at("class_names" if spec.class_names else "template"):
+        check_texts(federation.method, spec, shape.context_length)
     with _offence_at("method"):
         check_sizes(spec, federation.method, federation.context(), spec.participation.min_clients)
     with _offence_at("privacy.noise_multiplier"):
@@ -92,14 +95,10 @@ def _offence_at(path: str) -> Iterator[None]:
 
 
 def _budgeted(federation: Federation, noise: Noise) -> Federation:
-    """The federation with its sampling key, and the rounds that its privacy budget allows. Raises InvalidSpec."""
+    """The federation with its sampling key, and the rounds that its privacy budget allows."""
     poisson = federation.spec.participation.sampling == "poisson"
     key = noise.key("sampling", federation.name).hex() if poisson else None
-    try:
-        return federation.sampling_with(key, allowed_rounds(federation.method, federation.spec))
-    except MethodError as error:
-        errors = [{"path": "privacy.epsilon", "detail": str(error)}]
-        raise problems.InvalidSpec(f"privacy.epsilon: {error}", errors=errors) from None
+    return federation.sampling_with(key, allowed_rounds(federation.method, federation.spec))
 
 
 def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> Federation:

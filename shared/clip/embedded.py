@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors.lazy import Tensor, torch
 
 TABLE, TRUNK = "token_embedding.weight", "visual.trunk."
@@ -87,19 +86,6 @@ class Embedded:
     def config(self) -> dict[str, Any]:
         """The model's configuration, as open_clip has it."""
         return dict(json.loads((self.folder / f"{self.MODEL}.json").read_text(encoding="utf-8")))
-
-    def shape(self) -> BackboneShape:
-        """What `shape_of` says of the loaded model, of its configuration alone."""
-        config = self.config()
-        vision, text = config["vision_cfg"], config["text_cfg"]
-        sizes = {"d_t": text["width"], "d_e": config["embed_dim"], "text_layers": text["layers"]}
-        sizes |= {"context_length": text["context_length"], "heads_t": text["heads"]}
-        if "patch_size" in vision:  # blocks that take prompts
-            patches, width = (vision["image_size"] // vision["patch_size"]) ** 2, vision["width"]
-            sizes |= {"d_v": width, "vision_layers": vision["layers"], "patch_size": vision["patch_size"]}
-            sizes |= {"patch_tokens": patches, "positions": patches + 1, "mlp_width": 4 * width}
-            sizes |= {"heads_v": width // vision["head_width"]}
-        return BackboneShape(**sizes)
 
     def weights_path(self) -> Path:
         return self.folder / self.file

@@ -325,15 +325,8 @@ PLAIN_TEXT = {"context_length", "vocab_size", "width", "heads", "layers", "hf_to
 
 
 def shape_by_name(model: str) -> BackboneShape | None:
-    """The sizes of ``model``; None if its configuration lacks them or is not in open_clip's registry."""
-    if ":" in model:
-        return None
-    if model in EMBEDDED:
-        config = EMBEDDED[model].config()
-    else:
-        import open_clip
-
-        config = open_clip.get_model_config(model.replace("/", "-"))
+    """The sizes of ``model``; None if its configuration lacks them or is not among open_clip's, which is not imported."""
+    config = EMBEDDED[model].config() if model in EMBEDDED else _registered(model)
     if config is None:
         return None
     text, vision = config["text_cfg"], config["vision_cfg"]
@@ -343,6 +336,16 @@ def shape_by_name(model: str) -> BackboneShape | None:
     if "hf_model_name" in text or "timm_model_name" in vision or not isinstance(vision.get("layers"), int):
         return None
     return _shape(config["embed_dim"], text, vision)
+
+
+def _registered(model: str) -> dict[str, Any] | None:
+    """What the installed open_clip has under the name."""
+    library = find_spec("open_clip")
+    name = model.replace("/", "-") + ".json"
+    for folder in (library and library.submodule_search_locations) or ():
+        if os.sep not in name and (file := Path(folder, "model_configs", name)).is_file():
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+    return None
 
 
 def _shape(d_e: int, text: dict[str, Any], vision: dict[str, Any]) -> BackboneShape | None:
@@ -365,10 +368,11 @@ def _inside(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, int]:
     """The inner sizes of plain towers; empty for other towers, whose sizes only the model itself determines."""
     if set(vision) - PLAIN_VISION or set(text) - PLAIN_TEXT:
         return {}
-    width = vision["width"]
+    width, patches = vision["width"], (vision["image_size"] // vision["patch_size"]) ** 2
     return {
         "mlp_width": int(width * vision.get("mlp_ratio", 4.0)),
-        "positions": (vision["image_size"] // vision["patch_size"]) ** 2 + 1,
+        "patch_tokens": patches,
+        "positions": patches + 1,
         "heads_v": width // vision.get("head_width", 64),
         "heads_t": text["heads"],
     }

@@ -386,6 +386,24 @@ def check_secure(method: Method, spec: FederationSpec) -> None:
         raise MethodError(f"a sum is of {MOST_CLIENTS} clients at most: lower participation.min_clients")
 
 
+def check_texts(method: Method, spec: FederationSpec, positions: int | None) -> None:
+    """Raise MethodError for a text that is too long for a text tower of so many positions.
+
+    The exact length needs a tokenizer, which the coordinator does not have: each word is at least one token, and every
+    text has a first and a last one.
+    """
+    if positions is None or not method.needs.text_tower:
+        return
+    names, template = spec.class_names or ["class"], spec.template or "{}"
+    longest = max(names, key=lambda name: len(name.replace("_", " ").split()))
+    words = len(longest.replace("_", " ").split())
+    needed = max(len(template.split()) - 1 + words, words + method.prompt_length) + 2
+    if needed > positions:
+        text = f"{template.replace('{}', longest)[:80]!r} needs at least {needed} tokens"
+        context = f" with the method's {method.prompt_length} vectors" if method.prompt_length else ""
+        raise MethodError(f"{text}{context}, and the backbone takes {positions}: shorten template, class names or m")
+
+
 DEFAULT_LIMIT = 64 << 20  # admission.max_bytes where nobody says otherwise
 LARGEST = 1 << 31  # bytes of an update
 HEADER = 1 << 20  # beside the tensors of an update: names, metadata

@@ -64,6 +64,36 @@ def test_a_dry_run_creates_nothing(coordinator: InThread) -> None:
     assert coordinator.get("/v1/federations")["federations"] == []
 
 
+LARGE = {"model": "ViT-B-16", "pretrained": "openai"}
+WHOLE = {"privacy": {"level": "client", "clip": 1.0, "noise_multiplier": 1.0}, "aggregation": {"weighting": "uniform"}}
+THREE, MANY = {"participation": {"min_clients": 3}}, {"participation": {"min_clients": 200}}
+
+
+@pytest.mark.parametrize("backbone", [{}, LARGE], ids=["embedded", "of open_clip"])
+@pytest.mark.parametrize(
+    ("refused", "path", "taken"),
+    [
+        (WHOLE | THREE, "privacy.noise_multiplier", WHOLE | MANY),
+        (
+            {**WHOLE, **MANY, "privacy": WHOLE["privacy"] | {"epsilon": 1e-3}}, "privacy.epsilon",
+            {**WHOLE, **MANY, "privacy": WHOLE["privacy"] | {"epsilon": 100.0}},
+        ),
+        ({"template": "a " * 80 + "{}."}, "template", {"template": "a " * 20 + "{}."}),
+        ({"class_names": ["cat", "a " * 80]}, "class_names", {"class_names": ["cat", "a " * 20]}),
+        ({"secure_aggregation": {"minimum": 3}}, "secure_aggregation", {"secure_aggregation": {}, **THREE}),
+        ({"backbone": {"shape": {"d_e": 8, "d_v": 8}}}, "backbone.shape", {"backbone": {"shape": SHAPE}}),
+    ],
+    ids=["few sites", "budget", "template", "class names", "secure sum", "shape"],
+)  # fmt: skip
+def test_what_no_site_could_join_is_refused_at_the_check(
+    coordinator: InThread, refused: dict[str, Any], path: str, taken: dict[str, Any], backbone: dict[str, Any]
+) -> None:
+    for given in (refused, taken):
+        body = spec(**given, **({} if "backbone" in given else {"backbone": backbone}))
+        answer = coordinator.post("/v1/federations?dry_run=true", body, status=200 if given is taken else 422)
+        assert given is taken or [one["path"] for one in answer["errors"]] == [path]
+
+
 @pytest.mark.both_databases
 def test_the_same_idempotency_key_answers_the_same_federation(coordinator: InThread) -> None:
     key = {"Idempotency-Key": "k1"}

@@ -36,7 +36,7 @@ from promptfed.shared import __version__
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, caches, load_backbone, shape_of
 from promptfed.shared.clip.backbone import Halves
 from promptfed.shared.clip.caches import BATCH, DEVICE_BATCH, agreeing_slots, features_in
-from promptfed.shared.clip.embedded import EMBEDDED, tiny
+from promptfed.shared.clip.embedded import tiny
 from promptfed.shared.clip.loading import VisualBackbone
 from promptfed.shared.clip.weights import config_digest, weights_fingerprint
 from promptfed.shared.data import DataError, open_source
@@ -892,8 +892,3 @@ def test_features_of_embedded_pictures_alone_lie_in_the_user_s_own_cache(
     for nowhere in (own / "file", Path("/proc/none")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(nowhere))
         assert features_in(None, usual, embedded)._root == usual
-
-
-@pytest.mark.parametrize("name", sorted(EMBEDDED))
-def test_an_embedded_backbone_s_shape_is_known_without_loading_it(name: str) -> None:
-    assert EMBEDDED[name].shape() == shape_of(load_backbone(name, "random"))
