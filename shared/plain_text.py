@@ -6,6 +6,7 @@ import html
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 
 # Cc: ESC and other controls. Cf: what turns the direction of writing, or shows as nothing. Cs, Cn, Co: what terminals
 # draw as they like. Zl, Zp: further ends of lines.
@@ -13,6 +14,7 @@ UNSEEN = {"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"}
 JOINERS = "\u200c\u200d"  # that some scripts, and emoji, are written with; they neither hide nor move anything
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 MARKDOWN = "\\`*_[]|#!~"
+MOST_TOLD = 20  # names of a list in a message
 CELL = "\\`[]|!"  # of those, what makes code, a link, an image or a further column in the middle of a line
 
 # Small letters, Cyrillic and Greek, that are drawn like Latin ones, also as capitals.
@@ -77,6 +79,16 @@ def likeness(names: Iterable[str], beside: Iterable[str]) -> str:
     own = set(names)
     groups = [" and ".join(map(_spelt, group)) for group in look_alikes({*own, *beside}) if not own.isdisjoint(group)]
     return f" (these look alike: {'; '.join(groups[:5])})" if groups else ""
+
+
+def beside_known(names: Iterable[str], known: Iterable[str]) -> str:
+    """A remark behind the refusal of unknown ``names``: look-alikes, the nearest ``known`` ones, and all of these."""
+    unknown, there = list(names), list(known)
+    by_sight = {seen(name): name for name in there}
+    matches = [(name, get_close_matches(seen(name), by_sight, n=1, cutoff=0.5)) for name in unknown[:5]]
+    nearest = [f"{by_sight[found[0]]!r} to {name!r}" for name, found in matches if found]
+    told = f"; nearest: {', '.join(nearest)}" if nearest else ""
+    return f"{likeness(unknown, there)}{told}; known: {shortened(map(repr, there), MOST_TOLD)}"
 
 
 def merged(names: Iterable[str], into: Callable[[str], str]) -> list[str]:

@@ -24,7 +24,7 @@ from promptfed.shared.data.source import in_words
 from promptfed.shared.messages import Role
 from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.methods.core.training import TaskCancelled
-from promptfed.shared.plain_text import likeness
+from promptfed.shared.plain_text import beside_known, shortened
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors.transfer import host_memory, sent_to
 
@@ -340,8 +340,6 @@ def check_classes(own: tuple[str, ...], label_space: tuple[str, ...]) -> None:
     """
     unknown = sorted(set(own) - set(label_space))
     if unknown:
-        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-        names = ", ".join(repr(name) for name in unknown[:5]) + more
+        names = shortened(map(repr, unknown))
         text = f"the federation does not know the classes {names} of the data: rename or leave out their images"
-        text += likeness(unknown, label_space)
-        raise ClientError(Exit.BAD_INPUT, f"{text}; it knows {len(label_space)} classes, {label_space[0]!r} the first")
+        raise ClientError(Exit.BAD_INPUT, text + beside_known(unknown, label_space))

@@ -28,7 +28,7 @@ from promptfed.shared.messages import ENDED, MOST_PEERS, EnrolmentInfo, EnrolReq
 from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes
 from promptfed.shared.methods.core.interface import MethodError, ServerContext, check_admission
-from promptfed.shared.plain_text import likeness
+from promptfed.shared.plain_text import beside_known, shortened
 from promptfed.shared.secagg.primitives import is_identity, is_signed
 from promptfed.shared.spec.spec import BackboneShape
 
@@ -247,8 +247,8 @@ def _check_class_names(federation: Federation, request: EnrolRequest) -> None:
     if federation.spec.class_names is not None:
         unknown = sorted(set(request.class_names) - set(federation.spec.class_names))
         if unknown:
-            names = ", ".join(map(repr, unknown[:5])) + likeness(unknown, federation.spec.class_names)
-            raise problems.UnknownClass(f"{federation.name} has no class {names}: rename or leave out those images")
+            text = f"{federation.name} has no class {shortened(map(repr, unknown))}: rename or leave out those images"
+            raise problems.UnknownClass(text + beside_known(unknown, federation.spec.class_names))
         return
     agreed = federation.class_names
     if agreed is not None and request.role == "trainer" and not federation.may_differ:

@@ -55,7 +55,7 @@ from promptfed.shared.metrics import (
     nearly_one_class,
     proportion,
 )
-from promptfed.shared.plain_text import counted, csv_cell, likeness, plain
+from promptfed.shared.plain_text import beside_known, counted, csv_cell, plain, shortened
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors.torch_tensors import state_hash
@@ -455,9 +455,9 @@ def _temperature(served: Served, split: LocalSplit, uri: str) -> float:
 def _expect_known(classes: Sequence[str], names: Sequence[str], uri: str) -> None:
     unknown = [name for name in classes if name not in names]
     if unknown:
-        shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-        text = f"the export does not choose among the classes {shown} of {uri}{likeness(unknown, names)}"
-        raise CommandError(f"{text}: leave them out with only=NAME,NAME", Exit.BAD_INPUT)
+        text = f"the export does not choose among the classes {shortened(unknown)} of {uri}"
+        remedy = f"leave them out with only=NAME,NAME{beside_known(unknown, names)}"
+        raise CommandError(f"{text}: {remedy}", Exit.BAD_INPUT)
 
 
 def _expect_kind(served: Served, labels: Tensor, uri: str) -> None:

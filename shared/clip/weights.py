@@ -325,7 +325,7 @@ PLAIN_TEXT = {"context_length", "vocab_size", "width", "heads", "layers", "hf_to
 
 
 def shape_by_name(model: str) -> BackboneShape | None:
-    """The sizes of ``model``; None if its configuration lacks them or is not among open_clip's, which is not imported."""
+    """The sizes of ``model``; None if its configuration lacks them or is not among open_clip's. Nothing is imported."""
     config = EMBEDDED[model].config() if model in EMBEDDED else _registered(model)
     if config is None:
         return None

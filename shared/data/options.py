@@ -13,7 +13,7 @@ from promptfed.shared.data import partition
 from promptfed.shared.data.partition import train_test, whole_groups
 from promptfed.shared.data.pixels import Grey, Scale
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, joined
-from promptfed.shared.plain_text import likeness, listed
+from promptfed.shared.plain_text import beside_known, listed
 
 COMMON_OPTIONS = (
     "shots",
@@ -190,7 +190,7 @@ def kept_names(names: Sequence[str], counts: Mapping[str, int], options: Options
     wanted = set(names) if text is None else {name.strip() for name in text.split(",")}
     unknown = [name.strip() for name in (text or "").split(",") if text is not None and name.strip() not in names]
     if unknown:
-        alike = likeness(unknown[:1], names)
+        alike = beside_known(unknown[:1], names)
         raise DataError(f"{options.uri}: only= names the class {unknown[0]!r}, which is not one of its classes{alike}.")
     kept = [name for name in names if name in wanted and counts.get(name, 0) >= least]
     if not kept:

@@ -220,9 +220,9 @@ def among_trainers() -> str:
     return str(differing({"a": ("dog", COMPOSED), "b": ("dog", DECOMPOSED)}))
 
 
-def at_a_site() -> str:
+def at_a_site(own: tuple[str, ...] = (COMPOSED, "dog"), known: tuple[str, ...] = (DECOMPOSED, "dog")) -> str:
     with pytest.raises(ClientError) as error:
-        check_classes((COMPOSED, "dog"), (DECOMPOSED, "dog"))
+        check_classes(own, known)
     return str(error.value)
 
 
@@ -232,17 +232,29 @@ def to_a_text_tower() -> str:
     return str(error.value)
 
 
-def at_the_coordinator() -> str:
-    federation: Any = SimpleNamespace(name="f", spec=SimpleNamespace(class_names=[COMPOSED, "dog"]))
+def at_the_coordinator(own: tuple[str, ...] = (DECOMPOSED, "dog"), known: tuple[str, ...] = (COMPOSED, "dog")) -> str:
+    federation: Any = SimpleNamespace(name="f", spec=SimpleNamespace(class_names=list(known)))
     with pytest.raises(UnknownClass) as error:
-        _check_class_names(federation, cast(EnrolRequest, SimpleNamespace(class_names=[DECOMPOSED, "dog"])))
+        _check_class_names(federation, cast(EnrolRequest, SimpleNamespace(class_names=list(own))))
     return str(error.value)
 
 
-def at_a_score() -> str:
+def at_a_score(own: tuple[str, ...] = (DECOMPOSED, "dog"), known: tuple[str, ...] = (COMPOSED, "dog")) -> str:
     with pytest.raises(CommandError) as error:
-        _expect_known((DECOMPOSED, "dog"), (COMPOSED, "dog"), "folder:d")
+        _expect_known(own, known, "folder:d")
     return str(error.value)
+
+
+@pytest.mark.parametrize("refusal", [at_a_site, at_the_coordinator, at_a_score])
+def test_wrong_class_names_are_told_beside_the_right_ones(refusal: Callable[..., str]) -> None:
+    told = refusal(("Star", "cricle", "zzz"), ("circle", "square", "star"))
+    assert "; nearest: 'star' to 'Star', 'circle' to 'cricle'; known: 'circle', 'square', 'star'" in told
+    assert "(these look alike: 'Star' and 'star')" in told
+    many = tuple(f"class {number:02}" for number in range(22))
+    assert "'class 19', and 2 more" in refusal(("class 2O",), many)
+    assert "'class 19'" in (told := refusal(("zzz",), many[:20]))
+    assert "more" not in told
+    assert "nearest" not in told
 
 
 SIDE_BY_SIDE: dict[str, Callable[[], str]] = {
