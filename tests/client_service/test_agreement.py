@@ -445,6 +445,7 @@ def test_noise_is_new_in_every_attempt_unless_it_is_handed_in(make: Make, own: S
     assert found[2].equal(found[3])
 
 
+@pytest.mark.door
 def test_a_task_beyond_the_budget_is_refused_before_training_and_costs_nothing(
     make: Make, own: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -595,6 +596,7 @@ def test_private_tensors_of_unprotected_training_are_no_start(make: Make, own: S
     state.close()
 
 
+@pytest.mark.door
 def test_an_update_is_paid_before_it_is_sent_and_once_however_often_it_is_sent(make: Make, own: Settings) -> None:
     coordinator = protected(make, rounds=1)
     ledger, seen = Ledger(own.ledger_file), []
@@ -691,6 +693,7 @@ def test_a_count_has_just_the_distribution_that_it_is_paid_for() -> None:
     assert (told.num_samples, told.ece, told.macro_f1) == (images, None, None), "no other figure leaves"
 
 
+@pytest.mark.door
 def test_each_release_is_paid_once_and_the_template_s_is_drawn_once(make: Make, own: Settings, apart: Source) -> None:
     coordinator = noisy(make)
     assert asyncio.run(make.worker(coordinator, settings=own, source=apart).run()) is Exit.OK
@@ -735,6 +738,7 @@ def test_a_client_that_dies_between_drawing_and_sending_sends_the_same_and_pays_
     assert [one.split for one in ledger.spends()] == ["test", "train", "test"]
 
 
+@pytest.mark.door
 def test_what_the_budget_has_no_room_for_is_withheld(make: Make, own: Settings, apart: Source, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text(f"version: 1\nprivacy: {{max_epsilon: 50, max_test_epsilon: 1.1}}\nledger: {own.ledger_file}\n")

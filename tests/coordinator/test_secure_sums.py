@@ -204,6 +204,7 @@ def test_nothing_that_the_coordinator_has_holds_a_part_of_an_update(
         assert not any(window in there for window in windows(bytes.fromhex(secret)))
 
 
+@pytest.mark.door
 def test_an_update_in_the_clear_is_not_taken(coordinator: InThread, leap: Leap) -> None:
     federation, clients = federation_of(coordinator, "a", "b", "c", method={"name": "promptfl", "m": 16})
     while (coordinator.get(federation)["stage"] or {}).get("kind") != "train":
@@ -233,6 +234,7 @@ def test_an_update_in_the_clear_is_not_taken(coordinator: InThread, leap: Leap) 
     assert coordinator.get(federation)["state"] == "finished"
 
 
+@pytest.mark.door
 def test_a_client_that_has_revealed_takes_part_in_no_other_attempt(coordinator: InThread, leap: Leap) -> None:
     federation, clients = federation_of(coordinator, "a", "b", "c")
     kept: dict[str, dict[str, Any]] = {}
@@ -275,6 +277,7 @@ def test_another_list_is_neither_signed_nor_revealed_for(coordinator: InThread) 
     assert restarted.unsent() is not None
 
 
+@pytest.mark.door
 def test_a_client_without_a_key_or_with_another_s_is_not_enrolled(coordinator: InThread) -> None:
     federation = coordinator.create(secure_aggregation={}, participation={"min_clients": 3})
     token = coordinator.token(federation)
@@ -287,6 +290,7 @@ def test_a_client_without_a_key_or_with_another_s_is_not_enrolled(coordinator: I
     assert (taken.status_code, taken.json()["type"].rsplit("/", 1)[-1]) == (409, "key-taken")
 
 
+@pytest.mark.door
 def test_another_identity_key_under_a_known_name_is_refused_until_the_name_is_reset(coordinator: InThread) -> None:
     federation = coordinator.create(secure_aggregation={}, participation={"min_clients": 3})
     token = coordinator.token(federation)
@@ -302,6 +306,7 @@ def test_another_identity_key_under_a_known_name_is_refused_until_the_name_is_re
     assert client.enrol(mine, secret="e" * 64).status_code == 201
 
 
+@pytest.mark.door
 def test_a_proof_of_another_key_is_refused(coordinator: InThread) -> None:
     federation = coordinator.create(secure_aggregation={}, participation={"min_clients": 3})
     client = SecureClient(coordinator.http, federation, "a")

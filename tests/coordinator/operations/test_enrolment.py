@@ -19,6 +19,7 @@ from tests.support.groups import at_once, commits
 from tests.support.open_phases import answer_all, enrolled, kind, launched, told
 
 
+@pytest.mark.door
 def test_the_same_name_and_secret_is_the_same_identity(coordinator: InThread) -> None:
     federation = coordinator.create()
     token = coordinator.token(federation)
@@ -43,6 +44,7 @@ def test_a_client_is_told_what_it_needs_before_it_enrols(coordinator: InThread) 
     assert info["backbone"]["fingerprint"] == FINGERPRINT
 
 
+@pytest.mark.door
 @pytest.mark.parametrize(
     ("change", "status", "expected"),
     [
@@ -226,6 +228,7 @@ def test_one_commit_lets_in_all_but_the_refused(coordinator: InThread, monkeypat
     assert {(entry.role, entry.actor) for entry in told} == {("enrolment", left["name"])}
 
 
+@pytest.mark.door
 def test_in_one_group_a_name_is_one_client_s_and_a_token_is_used_up(coordinator: InThread) -> None:
     federation = coordinator.create()
     token = coordinator.token(federation, uses=3)

@@ -30,6 +30,7 @@ def coordinator(served: InThread) -> InThread:
     return served
 
 
+@pytest.mark.door
 @pytest.mark.both_databases
 def test_an_update_is_stored_once_and_answered_alike_for_ever(coordinator: InThread) -> None:
     federation, (a, b), (task_a, task_b) = open_first_phase(coordinator, rounds=1)
@@ -100,6 +101,7 @@ def bad_updates(task: dict[str, Any]) -> dict[str, tuple[bytes, int, str]]:
     }
 
 
+@pytest.mark.door
 @pytest.mark.both_databases
 def test_bad_updates_are_refused_each_with_its_own_kind_and_change_nothing(coordinator: InThread) -> None:
     limits = {"max_update_norm": 10.0, "max_bytes": 2_000_000}
@@ -132,6 +134,7 @@ def test_a_body_that_is_announced_as_far_too_large_is_not_waited_for(coordinator
     assert stored_rows(coordinator.registry, federation) == before
 
 
+@pytest.mark.door
 @pytest.mark.parametrize(
     ("header_", "expected"),
     [
@@ -157,6 +160,7 @@ def test_a_digest_may_stand_among_others(coordinator: InThread) -> None:
     assert response.status_code == 201
 
 
+@pytest.mark.door
 def test_an_answer_of_the_wrong_kind_is_refused(coordinator: InThread) -> None:
     federation, (a, _) = launched(coordinator, "a", "b")
     task = coordinator.task(a)
@@ -311,6 +315,7 @@ def test_two_senders_of_one_task_are_answered_one_after_the_other(coordinator: I
 SAMPLE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
 
 
+@pytest.mark.door
 def test_updates_of_a_protected_federation_cost_what_the_terms_give(coordinator: InThread) -> None:
     federation, (a, _), (task, _) = open_first_phase(coordinator, privacy=SAMPLE, training={"epochs": 1})
     assert task["config"]["privacy"]["noise_multiplier"] == 1.0
@@ -339,6 +344,7 @@ def test_updates_of_a_protected_federation_cost_what_the_terms_give(coordinator:
     assert a.send(task, encode(GOOD, about | {"privacy": spent | {"events": [right]}})).status_code == 201
 
 
+@pytest.mark.door
 def test_an_unprotected_federation_takes_no_update_that_says_what_it_cost(coordinator: InThread) -> None:
     _, (a, _), (task, _) = open_first_phase(coordinator)
     assert "privacy" not in task["config"]

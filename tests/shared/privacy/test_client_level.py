@@ -39,6 +39,7 @@ def test_the_table_of_what_is_refused_warned_and_works(row: tuple[float, ...]) -
     assert drowned.after_rounds == pytest.approx(after, rel=0.08)
 
 
+@pytest.mark.door
 def test_one_row_of_it_and_its_words() -> None:
     drowned = accounting.Drowned(2.04, NUMBERS, 10, 25)
     assert (round(drowned.ratio), round(drowned.after_rounds, 1)) == (18, 3.7)
@@ -104,6 +105,7 @@ def test_sampled_sums_cost_what_integrating_the_definition_gives(q: float, z: fl
     assert integrated(q, z, uses, zero_out) > 2 * delta, "the ε of zero-out neighbours does not hold for them"
 
 
+@pytest.mark.door
 @pytest.mark.parametrize(("z", "uses", "delta"), [(1.0, 1, 1e-5), (4.0, 25, 1e-4), (8.0, 25, 1e-4)])
 def test_without_sampling_it_is_the_gaussian_mechanism_with_half_the_noise(z: float, uses: int, delta: float) -> None:
     epsilon, normal = accounting.replace_one_epsilon([accounting.Event("gaussian", 1, z, uses)], delta), NormalDist()
@@ -114,6 +116,7 @@ def test_without_sampling_it_is_the_gaussian_mechanism_with_half_the_noise(z: fl
     assert normal.cdf(a - b) - math.exp(epsilon) * normal.cdf(-a - b) == pytest.approx(delta, rel=2e-3)
 
 
+@pytest.mark.door
 def test_a_count_costs_the_same_and_adds_to_sums() -> None:
     counts = [accounting.Event("laplace", 1, 0.1, 25)]
     assert accounting.replace_one_epsilon(counts, 1e-6) == accounting.epsilon_of(counts, 1e-6)
