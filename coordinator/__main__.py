@@ -35,7 +35,7 @@ def start(given: dict[str, Any]) -> int:
             print(f"coordinator: {line}", file=sys.stderr)
         return 2
     if settings.verify:
-        from promptfed.coordinator.operations.verification import verify
+        from promptfed.coordinator.resources.results.verification import verify
 
         return verify(settings)
     from promptfed.coordinator.server import serve

@@ -18,25 +18,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation.global_state import NoTorch
-from promptfed.coordinator.api import (
-    clients,
-    operators,
-    public,
-    results,
-    tasks,
-)
-from promptfed.coordinator.api import federations as federations_api
-from promptfed.coordinator.api.deps import ROUTES, endpoint_of
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler
 from promptfed.coordinator.engine.telemetry import Metrics
 from promptfed.coordinator.http.bodies import JsonBodies, Uploads
 from promptfed.coordinator.http.callers import AuthThrottle
+from promptfed.coordinator.http.deps import ROUTES, endpoint_of
 from promptfed.coordinator.http.headers import PROTOCOL_HEADER, with_headers
 from promptfed.coordinator.http.waiting import InTurn
-from promptfed.coordinator.operations import enrolment as clients_operations
-from promptfed.coordinator.operations import federations
+from promptfed.coordinator.resources import public
+from promptfed.coordinator.resources.clients import operations as clients
+from promptfed.coordinator.resources.clients import routes as clients_routes
+from promptfed.coordinator.resources.federations import operations as federations
+from promptfed.coordinator.resources.federations import routes as federations_routes
+from promptfed.coordinator.resources.operators import routes as operators_routes
+from promptfed.coordinator.resources.results import routes as results_routes
+from promptfed.coordinator.resources.tasks import routes as tasks_routes
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import opening
 from promptfed.coordinator.store.blobs import DamagedBlob
@@ -52,12 +50,12 @@ from promptfed.shared.spec.section import OtherVersion, expect_ours
 log = logging.getLogger("promptfed.coordinator")
 
 ROUTERS = (
-    public,
-    federations_api,
-    clients,
-    tasks,
-    results,
-    operators,
+    public.router,
+    federations_routes.router,
+    clients_routes.router,
+    tasks_routes.router,
+    results_routes.router,
+    operators_routes.router,
 )
 LOOK_SECONDS = 0.25  # between two looks whether this coordinator's turn has ended
 ANSWERED_AS_PROBLEMS: tuple[type[Exception], ...] = (
@@ -129,7 +127,7 @@ def create_app(settings: Settings) -> Application:
         version="1",
         summary="Federated prompt learning: rounds, tasks and updates as resources",
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's page would load scripts from elsewhere: `api/public.py` has our own
+        docs_url=None,  # FastAPI's page would load scripts from elsewhere: `resources/public.py` has our own
         redoc_url=None,
         openapi_url=None,  # there too: it is made and written once
         separate_input_output_schemas=False,
@@ -137,8 +135,8 @@ def create_app(settings: Settings) -> Application:
     )
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
     app.router.routes += ROUTES.values()
-    for module in ROUTERS:
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     public.add_files_of_docs(app)
     for kind in ANSWERED_AS_PROBLEMS:
         app.add_exception_handler(kind, _answer)
@@ -237,7 +235,7 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
     if client is not None and refusal.status < 500:
         id, name = client
         try:
-            await clients_operations.record_refusal(registry, id, name, refusal, request.url.path)
+            await clients.record_refusal(registry, id, name, refusal, request.url.path)
         except (SQLAlchemyError, DatabaseAway, OSError, RegistryClosed, problems.Refusal) as failure:
             log.warning("a refusal could not be written down: %s", type(failure).__name__)
     return refusal.response(request.url.path)

@@ -25,9 +25,9 @@ from promptfed.coordinator.engine import telemetry
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import has_expired
 from promptfed.coordinator.http.callers import ACCEPTED_AT_ONCE, QUEUE, LimitedConnection
-from promptfed.coordinator.operations import federations
-from promptfed.coordinator.operations.federations import BootstrapFailed, read_spec
 from promptfed.coordinator.problems import Refusal
+from promptfed.coordinator.resources.federations import operations as federations
+from promptfed.coordinator.resources.federations.operations import BootstrapFailed, read_spec
 from promptfed.coordinator.settings import Settings, unread
 from promptfed.coordinator.store import opening
 from promptfed.coordinator.store.database import CannotOpen, DatabaseAway

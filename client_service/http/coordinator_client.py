@@ -189,7 +189,7 @@ def _size(path: Path) -> int:
 
 MAX_PAYLOAD_BYTES = 2 << 30
 POLL_MARGIN = 15.0  # seconds that a long poll may take beyond its wait
-SHORT_POLL = 3  # seconds, where one of several coordinators may be gone and another one is to be asked soon
+SHORT_POLL = 2  # seconds, where one of several coordinators may be gone and another one is to be asked soon
 
 
 class CoordinatorClient(CoordinatorConnection):

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from promptfed.coordinator.reports.rounds import _cell
+from promptfed.coordinator.resources.results.rounds import _cell
 from promptfed.shared.api.report_schemas import (
     ClientEvaluation,
     Reached,

@@ -17,8 +17,8 @@ from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import committer
 from promptfed.coordinator.engine.committer import Committer, RegistryClosed
 from promptfed.coordinator.engine.recorder import Change, Changes
-from promptfed.coordinator.operations import enrolment as clients_operations
-from promptfed.coordinator.operations import submissions
+from promptfed.coordinator.resources.clients import operations as clients_operations
+from promptfed.coordinator.resources.tasks import submissions
 from promptfed.shared.methods.core.interface import ServerContext
 from promptfed.testing.clients import ScriptedClient, drive, update_body
 from tests.faults.test_full_disk import full_tables

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from sqlalchemy import select, text
 
-from promptfed.coordinator.api import federations
 from promptfed.coordinator.engine.committer import RegistryClosed
+from promptfed.coordinator.resources.federations import routes as federations
 from promptfed.coordinator.store import database, opening, turns
 from promptfed.coordinator.store.database import CannotOpen, Database, DatabaseAway, InUse, PostgreSQL
 from promptfed.coordinator.store.tables import EventRow

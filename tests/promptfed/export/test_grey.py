@@ -19,7 +19,7 @@ from promptfed.client_service.joining.joining import declaration
 from promptfed.client_service.serving import prediction
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.training.data import check_scales
-from promptfed.coordinator.operations.enrolment import _software
+from promptfed.coordinator.resources.clients.operations import _software
 from promptfed.export.reading import open_export
 from promptfed.sdk.client import CommandError
 from promptfed.shared.data import open_source

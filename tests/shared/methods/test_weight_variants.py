@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.coordinator.operations.federations import resolve
 from promptfed.coordinator.problems import InvalidSpec
+from promptfed.coordinator.resources.federations.operations import resolve
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, check_fits, make_method, resolve_spec, runnable
 from promptfed.shared.methods.core import toolkit as pf

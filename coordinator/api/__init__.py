@@ -1,1 +1,0 @@
-"""The resources, one router each."""

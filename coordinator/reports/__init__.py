@@ -1,1 +1,0 @@
-"""What the coordinator answers about federations: pydantic models and how they are made."""

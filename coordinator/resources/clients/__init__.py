@@ -1,0 +1,1 @@
+"""Clients: their tokens of enrolment, enrolment, withdrawal and reset, and how operators see them."""

@@ -1,0 +1,1 @@
+"""Federations: create, steer, give an initial state, delete, view."""

@@ -1,0 +1,1 @@
+"""Operators, their tokens, and the audit log."""

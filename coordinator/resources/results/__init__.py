@@ -1,0 +1,1 @@
+"""What rounds gave: reports, states, metrics, privacy, events, cards, replays."""

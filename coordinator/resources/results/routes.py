@@ -1,0 +1,251 @@
+"""``.../rounds``, ``.../prompts``, ``.../metrics``, ``.../events``: reports, states, cards, replays. For operators.
+
+``.../privacy`` and ``.../spends`` have privacy costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from itertools import chain
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, status
+from fastapi.responses import StreamingResponse
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from pydantic import BaseModel
+from sqlalchemy import select
+
+from promptfed.coordinator import problems
+from promptfed.coordinator.engine import audit
+from promptfed.coordinator.engine.registry import EVENTS, Registry, wait
+from promptfed.coordinator.http import deps
+from promptfed.coordinator.http.deps import (
+    After,
+    Calling,
+    Informed,
+    IsViewer,
+    Limit,
+    Operated,
+    RegistryOf,
+    SignerOf,
+    Viewed,
+)
+from promptfed.coordinator.http.tensors import TENSORS_TYPE, tensors_at
+from promptfed.coordinator.resources.federations import views
+from promptfed.coordinator.resources.results import rounds, verification
+from promptfed.coordinator.resources.results.exports import check_card, known_of
+from promptfed.coordinator.store.database import DatabaseAway
+from promptfed.coordinator.store.tables import EventRow
+from promptfed.shared.api.api_schemas import (
+    CardSignature,
+    PrivacyView,
+    RemarkList,
+    SpendList,
+)
+from promptfed.shared.api.export_card import Facts
+from promptfed.shared.api.report_schemas import ReplayReport, RoundPage, RoundReport
+from promptfed.shared.canonical import SIGNATURE_HEADER, export_statement, statement
+from promptfed.shared.messages import ENDED
+
+router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
+
+Round = Annotated[int, Path(ge=0, le=1_000_000)]
+RoundQuery = Annotated[str, Query(pattern=r"^(latest|\d{1,7})$", description="a round, or latest")]
+
+CSV_TYPE = "text/csv; charset=utf-8"
+WHOLE_CSV = 1 << 20  # bytes up to which the numbers go as a whole, and so with their digest
+CARD_BODY = deps.body("application/json", {"type": "object"}, "`card.json`, byte for byte as the export holds it")
+
+
+def _json(report: BaseModel) -> Response:
+    # As it is: the framework would check a report of thousands of updates once more.
+    return Response(report.model_dump_json(), media_type="application/json")
+
+
+@router.get("/rounds", response_model=RoundPage, responses=deps.for_callers())
+def list_rounds(registry: RegistryOf, federation: Informed, limit: Limit = 100, after: After = None) -> Response:
+    """Reports of all rounds so far, from round 0 on. A page has fewer than ``limit`` rounds if many clients answer."""
+    registry.last_seen.flush_if_possible()
+    with registry.database.read() as session:
+        numbers, following = rounds.numbers_of_page(session, federation.id, limit, after)
+    return _json(rounds.page(registry.database, federation, numbers, following))
+
+
+@router.get("/rounds/{round}", response_model=RoundReport, responses=deps.for_callers())
+def get_round(registry: RegistryOf, federation: Informed, round: Round) -> Response:
+    """Report of one round: times, bytes, asked, answered, counted, verdicts, metrics, state hash."""
+    registry.last_seen.flush_if_possible()
+    with registry.database.read() as session:
+        if not rounds.has_begun(session, federation.id, round):
+            raise problems.NotFound(
+                f"round {round} has not begun; {federation.name} is in round {federation.run.round}"
+            )
+        report = rounds.round_report(session, federation, round)
+    return _json(report)
+
+
+@router.get("/remarks", responses=deps.for_callers())
+def get_remarks(registry: RegistryOf, federation: Informed) -> RemarkList:
+    """What looks wrong on the clients' own test images, and what to try."""
+    with registry.database.read() as session:
+        return RemarkList(remarks=rounds.remarks_of(session, federation))
+
+
+@router.get(
+    "/prompts",
+    response_class=Response,
+    responses={
+        200: {"content": {TENSORS_TYPE: {}}, "description": "safetensors"},
+        304: {"description": "the state has the hash of If-None-Match"},
+        **deps.for_callers(problems.NoState),
+    },
+)
+def get_prompts(
+    registry: RegistryOf,
+    signer: SignerOf,
+    federation: Viewed,
+    round: RoundQuery = "latest",
+    if_none_match: Annotated[str | None, Header()] = None,
+) -> Response:
+    """The global state after a round. The ETag is its state hash, which `Promptfed-Signature` signs; `Repr-Digest` is
+    the SHA-256 of the safetensors (RFC 9530).
+    """
+    with registry.database.read() as session:
+        state = rounds.state_of(session, federation, round_number(round))
+    signature = signer.sign(statement(federation.id, state.round, state.state_hash))
+    headers = {"ETag": f'"{state.state_hash}"', SIGNATURE_HEADER: signature}
+    known = [tag.strip().removeprefix("W/").strip('"') for tag in (if_none_match or "").split(",")]
+    if state.state_hash in known or "*" in known:
+        return Response(status_code=status.HTTP_304_NOT_MODIFIED, headers=headers)
+    return tensors_at(registry.blobs.place(state.sha256), state.sha256, headers)
+
+
+def round_number(round: str) -> int | None:
+    """A round, or None for the latest."""
+    return None if round == "latest" else int(round)
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/csv": {}}, "description": "CSV"}, **deps.for_callers()},
+)
+def get_metrics(registry: RegistryOf, federation: Informed) -> Response:
+    """All numbers by round: clients' metrics, accuracies, bytes, seconds."""
+    registry.last_seen.flush_if_possible()
+    with registry.database.read() as session:
+        numbers = rounds.rounds(session, federation.id)
+    pieces, begun = rounds.as_csv(registry.database, federation, numbers), bytearray()
+    for piece in pieces:  # what fails before the first of them is sent is answered as a problem
+        begun += piece
+        if len(begun) > WHOLE_CSV:
+            return StreamingResponse(chain([bytes(begun)], pieces), media_type=CSV_TYPE)
+    return Response(bytes(begun), media_type=CSV_TYPE)
+
+
+async def _body(request: Request, _: Operated) -> bytes:
+    return await request.body()
+
+
+@router.get("/rounds/{round}/card", responses=deps.for_callers(problems.NoState))
+def get_card(registry: RegistryOf, federation: Viewed, round: Round) -> Facts:
+    """The facts of an export's card: everything except classes, files and their use."""
+    return known_of(registry, federation, round).facts()
+
+
+@router.post(
+    "/rounds/{round}/card/signature",
+    responses=deps.for_callers(problems.NoState, problems.ExportDiffers, problems.StorageFull),
+    openapi_extra=CARD_BODY,
+)
+def sign_card(
+    registry: RegistryOf,
+    signer: SignerOf,
+    federation: Operated,
+    round: Round,
+    body: Annotated[bytes, Depends(_body)],
+) -> CardSignature:
+    """Sign an export's card if all its facts match the coordinator's. The card has the digests of the other files."""
+    check_card(registry, federation, round, body)
+    with registry.exclusively(), registry.database.write() as session:
+        audit.note(session, "export-signed", federation, round=round, card_sha256=hashlib.sha256(body).hexdigest())
+    return CardSignature(signature=signer.sign(export_statement(body)), public_key=signer.public_key)
+
+
+@router.post("/rounds/{round}/replay", responses=deps.for_callers(problems.NoState, problems.UpdatesGone))
+async def replay_round(registry: RegistryOf, federation: Operated, round: Round) -> ReplayReport:
+    """Compute a completed round again from its kept updates. Changes nothing."""
+    states = await registry.compute(lambda: verification.replay(registry, federation, round))
+    return ReplayReport(round=round, states=states)
+
+
+@router.get("/privacy", responses=deps.for_callers())
+def get_privacy(registry: RegistryOf, federation: Informed) -> PrivacyView:
+    """Spent and planned ε by client, as clients report it; refused tasks; the smallest secure sum; warnings."""
+    with registry.database.read() as session:
+        return views.privacy_view(session, federation)
+
+
+@router.get("/spends", responses=deps.for_clients())
+def get_spends(registry: RegistryOf, caller: Calling) -> SpendList:
+    """The privacy cost that this client has reported. A ledger that lacks any of it is an old copy."""
+    with registry.database.read() as session:
+        return views.spends_of(session, caller.federation, caller.client)
+
+
+BATCH = 500
+LOOK_AGAIN_SECONDS = 60.0
+AWAY_SECONDS = 1.0
+
+
+@router.get("/events", response_class=EventSourceResponse, responses=deps.for_callers())
+async def get_events(
+    registry: RegistryOf,
+    federation: Informed,
+    viewer: IsViewer,
+    last_event_id: Annotated[int | None, Header(ge=0, le=1 << 62, description="go on after this event")] = None,
+    newest: Annotated[int, Query(ge=1, le=BATCH, description="begin with so many events; default: all")] | None = None,
+) -> AsyncIterator[ServerSentEvent]:
+    """All events so far (after Last-Event-ID, or only the ``newest``), then each new one.
+
+    The stream ends after the federation's last event, or when the caller's token expires or is revoked.
+    """
+    last = 0 if last_event_id is None and newest is None else last_event_id
+    registry.metrics.streams.inc()
+    try:
+        while not registry.wakeups.closed:
+            wakeup = registry.wakeups.listen((federation.id, EVENTS))
+            left = viewer.seconds_left(registry)
+            if left <= 0:
+                return
+            now = registry.federations.get(federation.id)
+            try:
+                rows = await asyncio.to_thread(_after, registry, federation.id, last, newest)
+            except DatabaseAway:
+                await wait(wakeup, min(AWAY_SECONDS, left))
+                continue
+            for row in rows:
+                last = row.id
+                yield ServerSentEvent(id=str(row.id), event=row.kind, data={**row.data, "at": row.at})
+            if rows:
+                continue
+            if now is None or now.run.state in ENDED:
+                return
+            await wait(wakeup, min(LOOK_AGAIN_SECONDS, left))
+    finally:
+        registry.metrics.streams.dec()
+
+
+def _after(registry: Registry, id: str, last: int | None, newest: int | None) -> list[EventRow]:
+    """The next events after ``last``; None: the ``newest`` ones."""
+    mine = select(EventRow).where(EventRow.federation_id == id)
+    if last is None:
+        query = mine.order_by(EventRow.id.desc()).limit(newest)
+    else:
+        query = mine.where(EventRow.id > last).order_by(EventRow.id).limit(BATCH)
+    with registry.database.read() as session:
+        rows = sorted(session.scalars(query), key=lambda row: row.id)
+        session.expunge_all()
+        return rows

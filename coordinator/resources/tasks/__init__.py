@@ -1,0 +1,1 @@
+"""Clients' tasks and their answers."""
