@@ -44,6 +44,7 @@ from promptfed.shared.plain_text import plain
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import Killed, Make
+from tests.support.durable import synced_by
 from tests.support.fake_coordinator import Wire
 
 ROUND_1 = TensorOrigin("task-1", 1, "train", "peers")
@@ -273,37 +274,6 @@ def test_a_folder_that_was_there_before_is_closed_to_others(tmp_path: Path) -> N
     folder.chmod(0o755)
     PrivateState(folder).close()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
-Synced = list[tuple[str, str]]
-
-
-def synced_by(monkeypatch: pytest.MonkeyPatch, folder: Path, change: Callable[[], None]) -> Synced:
-    """What ``change`` does in order: files and folders that it syncs, and names that come in by renaming."""
-    found: Synced = []
-    sync, renamed, replaced = os.fsync, os.rename, os.replace
-
-    def name(path: Any) -> str:
-        return str(Path(path).relative_to(folder.parent))
-
-    def fsync(handle: int) -> None:
-        found.append(("sync", name(os.readlink(f"/proc/self/fd/{handle}"))))
-        sync(handle)
-
-    def rename(source: Any, target: Any) -> None:
-        found.append(("rename", name(target)))
-        renamed(source, target)
-
-    def replace(source: Any, target: Any) -> None:
-        found.append(("rename", name(target)))
-        replaced(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        patch.setattr(os, "rename", rename)
-        patch.setattr(os, "replace", replace)
-        change()
-    return found
 
 
 def test_each_file_is_synced_before_rename_and_folder_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
@@ -20,8 +22,12 @@ from promptfed.coordinator.store import blobs
 from promptfed.coordinator.store import database as module
 from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
 from promptfed.coordinator.store.database import CannotOpen, Database, PostgreSQL, SQLite
-from promptfed.coordinator.store.opening import FolderInUse, FolderLock, open_store
+from promptfed.coordinator.store.opening import FolderInUse, FolderLock, Writable, open_store
 from promptfed.coordinator.store.tables import Base, StateRow, TokenRow
+from promptfed.testing.clients import update_body
+from tests.support.coordinators import InProcess, in_process
+from tests.support.durable import Second, synced_by
+from tests.support.open_phases import open_first_phase
 
 
 @pytest.fixture
@@ -29,6 +35,12 @@ def database(tmp_path: Path) -> Database:
     found = Database(SQLite(tmp_path / "db.sqlite3"))
     found.migrate()
     return found
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[InProcess]:
+    with in_process(tmp_path / "data") as server:
+        yield server
 
 
 def test_every_commit_is_on_the_disk_before_it_is_answered(database: Database) -> None:
@@ -71,6 +83,86 @@ def test_blobs_lie_under_their_digest_and_are_kept_while_held(tmp_path: Path) ->
     assert blobs.all() == []
     with pytest.raises(DamagedBlob, match="is missing"):
         blobs.read(digest)
+
+
+def test_a_blob_is_synced_before_its_rename_and_its_folders_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blobs_are_files: None
+) -> None:
+    store = Blobs(tmp_path)
+    store.open()
+    monkeypatch.setattr(store, "temporary", lambda: store.incoming / "t")
+    name = hashlib.sha256(b"abc").hexdigest()
+    folder, above = f"blobs/{name[:2]}", store.path(f"sha256:{name}").parents[1]
+
+    def put(content: bytes) -> None:
+        with store.hold() as held:
+            held.put(content)
+
+    renamed = [("sync", "incoming/t"), ("rename", f"{folder}/{name}")]
+    assert synced_by(monkeypatch, above, lambda: put(b"abc")) == [
+        *renamed, ("sync", "blobs"), ("sync", folder),
+    ]  # fmt: skip
+    assert synced_by(monkeypatch, above, lambda: put(b"abc")) == [], "it is there"
+    store.remove([f"sha256:{name}"])
+    with monkeypatch.context() as patch:
+        patch.setattr(blobs, "sync_folder", lambda folder: (_ for _ in ()).throw(OSError("no power")))
+        with pytest.raises(OSError, match="no power"):
+            put(b"abc")
+    assert synced_by(monkeypatch, above, lambda: put(b"abc")) == [
+        ("sync", "blobs"),
+        ("sync", folder),
+    ]
+
+
+def test_an_update_that_was_accepted_is_on_the_disk(
+    own: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blobs_are_files: None
+) -> None:
+    _, (a, _), (task, _) = open_first_phase(own)
+    body = update_body({"context": torch.ones(4, 8)}, task)
+    place = own.registry.blobs.path(blobs.digest_of(body)).relative_to(tmp_path)
+    done = synced_by(monkeypatch, tmp_path / "data", lambda: a.send(task, body))
+    renamed = done.index(("rename", str(place)))
+    assert done[renamed - 1][0] == "sync"
+    assert done[renamed - 1][1].startswith("data/incoming/")
+    assert done[renamed + 1 : renamed + 3] == [("sync", str(place.parents[1])), ("sync", str(place.parent))]
+
+
+def test_a_blob_that_is_about_to_be_named_is_not_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blobs_are_files: None
+) -> None:
+    store, unlink = Blobs(tmp_path), Path.unlink
+    store.open()
+    with store.hold() as held:
+        digest = held.put(b"abc")
+
+    def put_again() -> None:
+        with store.hold() as held:
+            held.put(b"abc")
+            assert store.read(digest) == b"abc"
+
+    second = Second(put_again)
+
+    def removed(path: Path, missing_ok: bool = False) -> None:
+        if path == store.path(digest):
+            second.inside()
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", removed)
+    store.remove([digest])
+    assert second.end(), "it waited, and wrote the blob anew"
+
+
+def test_whether_the_disk_has_room_is_tried_with_bytes(own: InProcess) -> None:
+    most, unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    probe = Writable(own.registry.database, own.registry.blobs)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, unlimited))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            probe._write_a_file()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, unlimited))
+    assert list(own.registry.blobs.incoming.iterdir()) == []
+    assert probe.why_not() is None
 
 
 def test_a_file_is_read_again_once_it_was_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
