@@ -20,13 +20,14 @@ import httpx
 import pytest
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.http import connection
 from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.shared.api.api_schemas import SpendList
 from promptfed.shared.messages import EnrolRequest, EvaluationRequest, FailureRequest, Task
-from promptfed.shared.service.digests import field_of
+from promptfed.shared.service.digests import Damaged, field_of
 from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.testing.clients import SHAPE
@@ -303,6 +304,47 @@ def test_a_coordinator_that_never_answers_ends_the_client() -> None:
     ) as end:
         send(script)
     assert end.value.exit is Exit.UNREACHABLE
+
+
+UNTRUSTED = httpx.ConnectError("certificate verify failed: self-signed")
+UNTRUSTED.__cause__ = ssl.SSLCertVerificationError("self-signed")
+
+
+@pytest.mark.parametrize(
+    ("served", "error", "explained", "waits"),
+    [
+        (False, httpx.ConnectError("refused"), None, True),
+        (False, httpx.ConnectError("refused"), "it speaks HTTP, not HTTPS", False),  # wrong from the start
+        (True, httpx.ConnectError("refused"), "it speaks HTTP, not HTTPS", True),  # a proxy that is being set up anew
+        (True, connection.Unavailable(503, "starting", None), None, True),
+        (True, Damaged("half an answer"), None, True),
+        (False, UNTRUSTED, None, False),
+        (True, UNTRUSTED, None, False),
+        (True, OSError("no room"), None, False),  # of this machine: no coordinator mends it
+    ],
+)
+def test_what_may_pass_is_waited_for_and_what_was_wrong_from_the_start_is_said(
+    served: bool, error: Exception, explained: str | None, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def run() -> None:
+        async with httpx.AsyncClient() as http:
+            line = connection.CoordinatorConnection(http, "http://c", "f", 60.0, sleep=sleep)
+            line._served = "http://c" if served else ""
+            monkeypatch.setattr(line, "explained", lambda error: explained)
+            await connection.Patience(line).wait(error)
+
+    if waits:
+        asyncio.run(run())
+    else:
+        with pytest.raises(ClientError) as ended:
+            asyncio.run(run())
+        assert ended.value.exit is Exit.UNREACHABLE
+    assert len(slept) == waits
 
 
 def test_a_certificate_that_is_not_trusted_is_not_tried_again() -> None:

@@ -25,7 +25,7 @@ from tests.support.coordinators import InThread, in_thread
 from tests.support.relay import Cut, Relay
 
 MARK = {PROTOCOL: str(VERSION)}  # of a coordinator
-M, WIDE = 64, {**SHAPE, "d_t": 4096}  # a state of a megabyte
+M, WIDE = 16, {**SHAPE, "d_t": 16384}  # a state of a megabyte
 Use = Callable[[CoordinatorClient], Awaitable[Any]]
 
 
@@ -159,6 +159,17 @@ def test_a_damaged_beginning_is_not_used(
     (tmp_path / "p" / f"{name}.part").write_bytes(bytes(1000))
     path = play(coordinator.url, client, payload_of(task, tmp_path / "p"))
     assert hashlib.sha256(path.read_bytes()).hexdigest() == name
+
+
+def test_a_damaged_whole_file_is_fetched_anew(
+    coordinator: InThread, opened: tuple[ScriptedClient, dict[str, Any], Body], tmp_path: Path
+) -> None:
+    client, task, _ = opened
+    path = play(coordinator.url, client, payload_of(task, tmp_path / "p"))
+    whole = path.read_bytes()
+    path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    assert play(coordinator.url, client, payload_of(task, tmp_path / "p")) == path
+    assert path.read_bytes() == whole, "what a power cut has left under the right name is not trained on"
 
 
 @pytest.mark.parametrize(("status", "headers", "content"), [

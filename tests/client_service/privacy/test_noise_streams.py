@@ -1,0 +1,69 @@
+"""What draws of noise are for: another round, phase or client draws anew, and nothing else changes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from promptfed.client_service.privacy.ledger import Ledger
+from promptfed.client_service.privacy.noisy_counts import NoisyCounts, noisy_count, overlap
+from promptfed.client_service.privacy.protection import PrivacyPlan, SiteProtection
+from promptfed.shared.messages import SplitResult, Task
+from promptfed.shared.privacy.noise import SeededNoise
+from promptfed.shared.spec.sections import PrivacySpec
+from promptfed.shared.spec.spec import TrainingSpec
+from tests.support.fake_coordinator import made_up_source
+
+CASES = [(1, "train", "a"), (2, "train", "a"), (1, "second", "a"), (1, "train", "b")]
+
+
+def task_of(round: int, phase: str) -> Task:
+    training = TrainingSpec(batch_size=8, epochs=1)
+    return cast(Task, SimpleNamespace(task_id="t", round=round, phase=phase, config=SimpleNamespace(training=training)))
+
+
+def trained(round: int, phase: str, client: str) -> Any:
+    plan = PrivacyPlan(24, 2.0, 1e-3, 8, 0.25, 1.0, 1.0, 8.0)
+    own = SiteProtection(PrivacySpec(level="sample", clip=0.3), plan, Ledger(None), SeededNoise(1), "http://x", "fed-1")
+    own.ledger.open(1e-3)
+    return tuple(own.begin(task_of(round, phase), client, 24).stream.normals(4))
+
+
+def evaluated(round: int, phase: str, client: str) -> Any:
+    info = SimpleNamespace(privacy=PrivacySpec(evaluation_epsilon=0.01), federation_id="f", name="f")
+    counts = NoisyCounts(cast(Any, info), Ledger(None), SeededNoise(1), cast(Any, Notes()), 8.0, client, "http://x")
+    counts.ledger.open(1e-6)
+    told = counts.drawn(task_of(round, phase), {"test": SplitResult(accuracy=0.5, num_samples=10**6)}, {}, {})
+    return told.splits["test"].accuracy
+
+
+class Notes:
+    """A state folder in which nothing is yet."""
+
+    def read_as(self, *_: object) -> None:
+        return None
+
+    def write_as(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("draws", [trained, evaluated])
+def test_each_round_phase_and_client_draws_its_own_noise(draws: Any) -> None:
+    assert len({draws(*case) for case in CASES}) == len(CASES)
+    assert draws(*CASES[0]) == draws(*CASES[0]), "the same in a simulation that is run again"
+
+
+@pytest.mark.parametrize(("noise", "right"), [(-7, 0), (-5, 0), (-4, 1), (0, 5), (2, 7), (5, 10), (9, 10)])
+def test_a_count_with_noise_stays_within_the_images(noise: int, right: int) -> None:
+    stream = SimpleNamespace(discrete_laplace=lambda a: noise)
+    told = noisy_count(cast(Any, stream), SplitResult(accuracy=0.5, num_samples=10), 1.0)
+    assert told == SplitResult(accuracy=right / 10, num_samples=10)
+
+
+def test_an_image_that_is_trained_and_tested_on_is_found_in_every_test_set() -> None:
+    source, other = made_up_source(0), made_up_source(1)
+    assert not overlap(source, {"other": other})
+    assert overlap(source, {"other": replace(other, test=source.train.select([3]))})
+    assert overlap(replace(source, test=source.train.select([0, 1])), {})
