@@ -43,6 +43,7 @@ OF_YAML = {
     "for the tag": "a tag is not allowed; write plain values",
     "undefined alias": "put a text that begins with * in quotes",
     "is given twice": "",
+    "cannot be a value": "",
     "what the alias repeats": "",
 }
 """What PyYAML's problems hold, and what is said; empty: the problem itself."""

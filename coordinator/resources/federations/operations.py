@@ -30,7 +30,7 @@ from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.opening import digest, write_secret
 from promptfed.coordinator.store.tables import EventRow, FederationRow
 from promptfed.shared.api.api_schemas import TokenRequest
-from promptfed.shared.canonical import canonical_json
+from promptfed.shared.canonical import canonical_json, parse_json
 from promptfed.shared.clip.weights import shape_by_name
 from promptfed.shared.methods import check_fits, make_method, resolve_spec
 from promptfed.shared.methods.core.checks import allowed_rounds, check_hopeless, check_sizes, check_texts
@@ -295,34 +295,14 @@ def read_run(text: str) -> dict[str, Any]:
         InvalidSpec: it is neither YAML nor JSON, has an alias, or holds no mapping of such values.
     """
     try:
-        raw = json.loads(json.dumps(read_yaml(text, aliases=False), allow_nan=False))
-        json.dumps(raw, ensure_ascii=False).encode()  # no half of a pair of surrogates
+        raw = parse_json(json.dumps(read_yaml(text, aliases=False), allow_nan=False).encode())
     except yaml.YAMLError as error:
         raise problems.InvalidSpec(f"this is not YAML: {why(error)}") from None
-    except (TypeError, ValueError, RecursionError, LookupError, ArithmeticError, AttributeError) as error:
+    except (TypeError, ValueError) as error:
         raise problems.InvalidSpec(f"write numbers, texts, lists and mappings: {why(error)}") from None
-    if _depth(raw) > MOST_NESTED:
-        raise problems.InvalidSpec(f"it is nested more than {MOST_NESTED} deep: write fewer levels")
     if not isinstance(raw, dict):
         raise problems.InvalidSpec("this is no run file: it begins with settings, such as `name: eyes`")
     return raw
-
-
-MOST_NESTED = 50  # levels of lists and mappings, of which no run file has ten
-
-
-def _depth(value: Any) -> int:
-    """How many lists and mappings lie in each other, up to one more than is taken."""
-    level, depth = [value], 0
-    while level and depth <= MOST_NESTED:
-        level = [
-            part
-            for one in level
-            if isinstance(one, dict | list)
-            for part in (one.values() if isinstance(one, dict) else one)
-        ]
-        depth += bool(level)
-    return depth
 
 
 def read_spec(path: Path) -> dict[str, Any]:

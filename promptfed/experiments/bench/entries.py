@@ -10,6 +10,7 @@ import yaml
 
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.methods import make_method, method_class, resolve_spec
+from promptfed.shared.service.yaml_text import read_yaml
 from promptfed.shared.spec.spec import FederationSpec, SpecError, merged
 
 OPTION, ENTRY = (re.compile(rf"{mark}(?![^{{}}]*\}})") for mark in ":,")  # outside of braces, which hold a mapping
@@ -110,7 +111,7 @@ def parse_entries(text: str) -> list[BenchEntry]:
 
 def _value(text: str, option: str, value: str) -> Any:
     try:
-        return yaml.safe_load(value)
+        return read_yaml(value)
     except yaml.YAMLError:
         raise CommandError(f"{text}: the value of {option!r} cannot be read: write YAML", Exit.BAD_INPUT) from None
 

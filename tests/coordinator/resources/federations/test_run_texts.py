@@ -16,6 +16,7 @@ DEEP = "name: eyes\nmethod: " + 300 * "[" + 300 * "]"
         "rounds: 1:20.5\nname: 9" + 400 * "9" + ":0.5",
         '{"name": "\\ud800"}',
         DEEP,
+        "name: eyes\n1: a\n'1': b",
         '{"name": ' + 300 * "[" + 300 * "]" + "}",
     ],
 )

@@ -1,0 +1,71 @@
+"""Texts of others that are no plain values: each is refused with one reason, within bounds of time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import yaml
+
+from promptfed.shared.service.reasons import why
+from promptfed.shared.service.yaml_text import MOST_NESTED, MOST_PARTS, read_yaml
+
+NESTED, QUOTES = "nested too deeply", "put a text in quotes"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: 190:20:30.15", QUOTES),
+        ("a: 1:20", QUOTES),
+        (f"a: {'9' * 400}:0.5", QUOTES),
+        ("a: " + ":".join(["1"] * 40_000), QUOTES),
+        ("a: 2001-13-45", QUOTES),
+        ('{"a": "\\ud800"}', "is no letter"),
+        ('a: ["\\ud800"]', ""),
+        ("[" * 300 + "]" * 300, NESTED),
+        ("a: " + "- " * 300, ""),
+        ("a: " + "[" * 300 + "]" * 300, NESTED),
+        ("- " * 100_000, NESTED),
+        ("[" * 100_000, NESTED),
+    ],
+)
+def test_what_is_no_plain_value_is_refused_in_one_line(text: str, told: str) -> None:
+    start = time.process_time()
+    with pytest.raises(yaml.YAMLError) as refused:
+        read_yaml(text)
+    assert told in why(refused.value)
+    assert "\n" not in why(refused.value)
+    assert time.process_time() - start < 2
+
+
+def test_bounds_have_two_sides() -> None:
+    for text in (
+        "[" * MOST_NESTED + "1" + "]" * MOST_NESTED,
+        "a: " + "[" * (MOST_NESTED - 1) + "]" * (MOST_NESTED - 1),
+    ):
+        read_yaml(text)
+        with pytest.raises(yaml.YAMLError):
+            read_yaml(text.replace("[", "[[", 1) + "]")
+    few, many = ("- a\n" * (MOST_PARTS + more) for more in (-10, 10))
+    assert len(read_yaml(few, aliases=False)) == MOST_PARTS - 10
+    with pytest.raises(yaml.YAMLError, match="parts"):
+        read_yaml(many, aliases=False)
+    assert len(read_yaml(many)) == MOST_PARTS + 10, "a site's own file"
+
+
+@pytest.mark.parametrize("text", ["a: b: c", "a:\n\t- b", "a: [1, 2", "a: !!python/object:x y", "a: *b", "a: 1\na: 2"])
+def test_mistakes_are_told_with_their_line(text: str) -> None:
+    with pytest.raises(yaml.YAMLError) as refused:
+        read_yaml(text)
+    assert why(refused.value).startswith("mend line")
+    assert "cannot be understood" not in why(refused.value)
+
+
+def test_texts_as_long_as_a_run_text_may_be_are_read_in_the_time_of_a_request() -> None:
+    many = ("[" + "1," * 49_000 + "]", "- {a: b, c: d}\n" * 6_000, "- &a b\n" * 14_000, "{" + "a: b," * 19_000 + "}")
+    for text in many:
+        start = time.process_time()
+        with pytest.raises(yaml.YAMLError):
+            read_yaml(text, aliases=False)
+        assert time.process_time() - start < 1.5
