@@ -12,6 +12,8 @@ from difflib import get_close_matches
 # draw as they like. Zl, Zp: further ends of lines.
 UNSEEN = {"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"}
 JOINERS = "\u200c\u200d"  # that some scripts, and emoji, are written with; they neither hide nor move anything
+OBEYED = {"Cc", "Cs", "Zl", "Zp"}  # of these, what a terminal obeys or no text in UTF-8 has
+TURNING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # the direction of writing
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 MARKDOWN = "\\`*_[]|#!~"
 MOST_TOLD = 20  # names of a list in a message
@@ -27,6 +29,16 @@ def plain(text: object, keep: str = "") -> str:
     ``keep``: characters that are left as they are, such as the line ends of a traceback.
     """
     return "".join(letter if _shows(letter) or letter in keep else _code(letter) for letter in str(text))
+
+
+def expect_visible(text: str) -> str:
+    """``text``. Raises ValueError if a letter of it moves a cursor, ends a line or turns the direction of writing."""
+    if not text.isascii() or not text.isprintable():
+        for letter in text:
+            if (kind := unicodedata.category(letter)) in OBEYED or letter in TURNING:
+                fault = "is not UTF-8" if kind == "Cs" else f"has {_code(letter)}, which would control a display"
+                raise ValueError(f"{text[:100]!a} {fault}")
+    return text
 
 
 def _shows(letter: str) -> bool:

@@ -20,7 +20,7 @@ from promptfed.shared.data.pixels import Scale, scale_text
 from promptfed.shared.data.public_sets import open_hugging_face, open_torchvision
 from promptfed.shared.data.source import DataError, Source
 from promptfed.shared.data.symbols import open_symbols
-from promptfed.shared.plain_text import alike_text
+from promptfed.shared.plain_text import alike_text, expect_visible
 
 log = logging.getLogger("promptfed.data")
 
@@ -106,9 +106,11 @@ def parse_uri(uri: str, role: Role = "trainer") -> tuple[str, str, Options]:
 def open_whole(scheme: str, body: str, options: Options) -> Source:
     """The data set before the common options are applied."""
     source = SCHEMES[scheme](body, options)
-    for name in source.class_names:
-        if not name.isascii() and name != name.encode(errors="replace").decode():
-            raise DataError(f"{options.uri}: the class name {name!a} is not UTF-8; rename its folder.")
+    try:
+        for name in source.class_names:
+            expect_visible(name)
+    except ValueError as error:
+        raise DataError(f"{options.uri}: the class name {error}; rename its folder or label.") from None
     return source
 
 

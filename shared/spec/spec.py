@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator
 
+from promptfed.shared.plain_text import expect_visible
 from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.section import Section, left_out
@@ -102,13 +103,16 @@ def removed_method(name: str) -> str:
 VIEWS = 8
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-ClassName = Annotated[str, Field(min_length=1, max_length=200)]
+Visible = AfterValidator(expect_visible)
+ClassName = Annotated[str, Field(min_length=1, max_length=200), Visible]
 
 
 def check_class_names(names: list[str]) -> list[str]:
-    """Return ``names`` if there is at least one and none occurs twice; ValueError otherwise."""
+    """Return ``names`` if there is at least one, none occurs twice and all can be shown; ValueError otherwise."""
     if not names:
         raise ValueError("is empty: name at least one class")
+    for name in names:
+        expect_visible(name)
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ValueError(f"lists a class twice: {', '.join(twice[:5])}")
@@ -123,9 +127,9 @@ def _with_one_slot(text: str) -> str:
 
 ClassNames = Annotated[list[ClassName], AfterValidator(check_class_names)]
 StateHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
-Template = Annotated[str, Field(max_length=500), AfterValidator(_with_one_slot)]
+Template = Annotated[str, Field(max_length=500), Visible, AfterValidator(_with_one_slot)]
 """A text with ``{}`` where the class name goes."""
-Licence = Annotated[str, Field(min_length=1, max_length=200, description="such as CC-BY-4.0")]
+Licence = Annotated[str, Field(min_length=1, max_length=200, description="such as CC-BY-4.0"), Visible]
 Width = Annotated[int, Field(ge=1, le=1 << 15)]
 Depth = Annotated[int, Field(ge=1, le=256)]
 
@@ -207,8 +211,8 @@ AllowedBackbones = bool | Sequence[str]
 class BackboneSpec(Section):
     """The frozen model that every client loads for itself."""
 
-    model: Annotated[str, Field(min_length=1, max_length=200)] = "promptfed-tiny"
-    pretrained: Annotated[str, Field(min_length=1, max_length=200)] | None = "embedded"
+    model: Annotated[str, Field(min_length=1, max_length=200), Visible] = "promptfed-tiny"
+    pretrained: Annotated[str, Field(min_length=1, max_length=200), Visible] | None = "embedded"
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     fingerprint: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
     shape: BackboneShape | None = None
@@ -271,7 +275,7 @@ class Origin(Section):
     """The export whose state a federation starts from."""
 
     card: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$", description="digest of its card.json")]
-    federation: Annotated[str, Field(max_length=200, description="the federation that it is the result of")]
+    federation: Annotated[str, Field(max_length=200, description="the federation that it is the result of"), Visible]
     licence: Annotated[Licence | None, Field(description="of that result")] = None
 
 

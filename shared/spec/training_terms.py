@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.sections import CompressionSpec, PrivacySpec, SecureAggregationSpec, SelectionSpec, Weighting
-from promptfed.shared.spec.spec import BackboneSpec, ClassName, FederationSpec, TrainingSpec
+from promptfed.shared.spec.spec import BackboneSpec, ClassName, FederationSpec, TrainingSpec, Visible
 
 
 class TrainingTerms(BaseModel):
@@ -30,7 +30,7 @@ class TrainingTerms(BaseModel):
     training: TrainingSpec
     backbone: BackboneSpec
     class_names: Annotated[list[ClassName], Field(max_length=100_000)] | None
-    template: Annotated[str, Field(max_length=500)] | None
+    template: Annotated[str, Field(max_length=500), Visible] | None
     rounds: Annotated[int, Field(ge=0, le=100_000)]
     seed: Annotated[int, Field(description="batches, initial prompts and crops of training follow from it")]
     privacy: Annotated[

@@ -297,17 +297,16 @@ def test_what_other_sites_learn_is_told() -> None:
 
 
 def test_text_says_what_others_learn_and_shows_names_as_text(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    hostile = ["sun\x1b[8m\x1b[2J", "anchor\u202e", "umbrella\r\nLeaves it never", "pair\x9b3J"]
+    hostile = ["sun\u200b[8m", "anchor\ufeff", "umbrella\xad", "pair\u2060"]
     coordinator = make.coordinator(rounds=0, method={"name": "fedclip"}, class_names=hostile)
-    coordinator.template = "\x1b]0;x\x07{}"
+    coordinator.template = "\u2061{}"
     terminal = Terminal("text", ask=False)
     asyncio.run(make.worker(coordinator, source=made_up_source(names=hostile), consent=terminal.consent).run())
     shown = capsys.readouterr().err
     assert "the operator: features of single images" in shown
-    assert r"sun\x1b[8m\x1b[2J, anchor\u202e, umbrella\x0d\x0aLeaves it never, pair\x9b3J" in shown
+    assert r"sun\u200b[8m, anchor\ufeff, umbrella\xad, pair\u2060" in shown
     assert not [letter for letter in shown if ord(letter) < 32 and letter != "\n"]
-    assert not {"\x1b", "\x9b", "\u202e"} & set(shown)
-    assert "\nLeaves it never" not in shown
+    assert not {"\u200b", "\ufeff", "\xad", "\u2060", "\u2061"} & set(shown)
 
 
 def test_a_log_line_is_one_line_of_plain_text() -> None:

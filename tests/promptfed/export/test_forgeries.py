@@ -444,16 +444,20 @@ def test_each_key_and_value_is_read_once() -> None:
 def test_text_of_an_export_moves_no_cursor(
     coordinator: InThread, backbone: Backbone, loaded: None, tmp_path: Path
 ) -> None:
-    names = ("sun\x1b[2J", "=anchor\u202e")
+    options = [ExportOptions(("sun", name)) for name in ("sun\x1b[2J", "=anchor\u202e")]
+    for place, given in enumerate(options):
+        with pytest.raises(ValueError, match="would control a display"):
+            write_export(exports.finished_result(coordinator, "promptfl"), tmp_path / f"{place}", given, backbone)
+    names = ("sun\u200b[2J", "=anchor\ufeff")
     write_export(exports.finished_result(coordinator, "promptfl"), tmp_path / "out", ExportOptions(names), backbone)
     (tmp_path / "in").mkdir()
     exports.picture().save(tmp_path / "in" / "image.png")
     for image in (tmp_path / "in" / "image.png", tmp_path / "in"):
         done = CliRunner().invoke(app, ["predict", str(image), "--export", str(tmp_path / "out")])
         assert done.exit_code == Exit.OK, done.output
-        assert "\x1b" not in done.stdout
-        assert "\u202e" not in done.stdout
-        assert "\\x1b[2J" in done.stdout or "\\u202e" in done.stdout
+        assert "\u200b" not in done.stdout
+        assert "\ufeff" not in done.stdout
+        assert "\\u200b[2J" in done.stdout or "\\ufeff" in done.stdout
 
 
 def test_viewers_export_not_signed_and_says_so(coordinator: InThread, loaded: None, key: str, tmp_path: Path) -> None:

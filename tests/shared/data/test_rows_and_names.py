@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from promptfed.cli.scoring import _expect_known
 from promptfed.client_service.exits import ClientError
@@ -18,12 +19,15 @@ from promptfed.coordinator.problems import UnknownClass
 from promptfed.coordinator.resources.clients.operations import _check_class_names
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.output import class_names
+from promptfed.shared.api.export_card import Card
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data import folder as folders
 from promptfed.shared.data.registry import SharedSources, class_names_of, tell_look_alikes
 from promptfed.shared.messages import EnrolRequest
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import MethodError
+from promptfed.shared.spec.spec import FederationSpec
+from promptfed.shared.spec.training_terms import TrainingTerms
 from tests.shared.data.test_sources import hub_folder, picture
 
 COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "Müll") for form in ("NFC", "NFD"))
@@ -290,3 +294,37 @@ def test_a_column_with_an_unseen_letter_is_named(tmp_path: Path, letter: str) ->
         told = refused(write(tmp_path, f"number,{header}\n1,a0.png,a\n"))
         assert repr(f"{letter}{column}") in told
         assert f"call it {column}" in told
+
+
+OBEYED = ["\x1b[2J", "\x9b3J", "\r\n", "\u202e", "\u2067", "\u200f", "\u2028"]
+NAMED: list[tuple[type[BaseModel], str, Any, Any]] = [
+    (FederationSpec, "class_names", lambda text: ["a", text], "b"),
+    (FederationSpec, "template", lambda text: f"{text} {{}}", "a"),
+    (FederationSpec, "licence", str, "a"),
+    (FederationSpec, "backbone", lambda text: {"model": text}, "a"),
+    (TrainingTerms, "class_names", lambda text: ["a", text], "b"),
+    (TrainingTerms, "template", str, "a"),
+    (EnrolRequest, "class_names", lambda text: ["a", text], "b"),
+    (EnrolRequest, "domain", lambda text: {"name": "x", "description": f"{text} {{}}"}, "a"),
+    (Card, "class_names", lambda text: ["a", text], "b"),
+]
+
+
+@pytest.mark.parametrize(("model", "field", "value", "sound"), NAMED)
+def test_no_name_or_wording_may_control_a_display(model: type[BaseModel], field: str, value: Any, sound: str) -> None:
+    for name in [*OBEYED, sound, "zero\u200dwidth", "Müll"]:
+        with pytest.raises(ValidationError) as error:
+            model.model_validate({field: value(name)})
+        told = [str(one["msg"]) for one in error.value.errors() if one["loc"][0] == field]
+        assert ["would control a display" in one for one in told] == [True] * (name in OBEYED), told
+
+
+@pytest.mark.parametrize("odd", OBEYED)
+def test_no_source_or_command_takes_a_class_that_controls_a_display(tmp_path: Path, odd: str) -> None:
+    assert "would control a display" in refused(class_folders(tmp_path / "d", "dog", f"cat{odd}"))
+    if odd != "\r\n":  # a line break in a table is refused before
+        assert "would control a display" in refused(
+            write(tmp_path, f"path,label\n{SOUND}".replace(",b\n", f",a{odd}b\n"))
+        )
+    with pytest.raises(CommandError, match="would control a display"):
+        class_names(f"dog,cat{odd}d")
