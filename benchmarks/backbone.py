@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--out", help="file of the weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="default: 2300 of tiny, 1500 of photo")
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--batch", type=int, help="default: 128 of tiny, 96 of photo")
     parser.add_argument("--lr", type=float, help="default: 1e-3 of tiny, 2e-3 of photo")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -334,7 +334,7 @@ def main() -> None:
 
         photo_backbone.make(args)
         return
-    args.steps, args.lr = args.steps or 2300, args.lr or 1e-3
+    args.steps, args.batch, args.lr = args.steps or 2300, args.batch or 128, args.lr or 1e-3
     save_weights(pretrain(args, Recipe()), Path(args.out or "weights.safetensors"))
 
 

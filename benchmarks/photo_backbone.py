@@ -21,7 +21,6 @@ import timm.data
 import torch
 import torch.nn.functional as F
 from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -29,6 +28,7 @@ from benchmarks.backbone import descend, encode, fresh_model, learning_rate, opt
 from promptfed.shared.clip import load_backbone
 from promptfed.shared.clip.embedded import KNOWN, ROWS, TABLE, drawn_rows, photo, tiny
 from promptfed.shared.clip.towers import plain
+from promptfed.shared.data.photographs import STAMPS, squared
 from promptfed.shared.seeds import derive_seed
 
 PLAIN = "a photo of a {}."
@@ -39,6 +39,38 @@ START = 49_406  # the first token that is no part of a word
 SCALE, LOGIT_SCALE = 20.0, 25.0  # of cosines: in the loss, and of the model
 SYNONYMS, UNKNOWN, MOST_UNKNOWN, USUAL = 0.15, 0.3, 8, 0.25
 """Shares of texts: another word of WordNet's for the name; up to so many random words before it; the usual template."""
+
+
+GROUPS = """
+animal 0-397; bird 7-24 80-100 127-146; fish 0-6 389-397; shark 2-4; frog 30-32; amphibian 25-32; turtle 33-37;
+lizard 38-48; snake 52-68; reptile 33-68; spider 72-77; insect 300-326; beetle 300-307; butterfly 321-326;
+crab 118-121 125; mammal 101-106 147-299 330-388; whale 147-148; dog 151-268; puppy 151-268; hound 160-176;
+terrier 179-203; retriever 205-209; spaniel 216-221; wolf 269-271; fox 277-280; cat 281-285; kitten 281-285;
+bear 294-297; rabbit 330-332; rodent 333-338; horse 339; cow 345-347; sheep 348-349; ape 365-369; monkey 370-382;
+elephant 385-386; parrot 87-90; duck 97-98; penguin 145; crocodile 49-50; car 436 468 511 609 627 656 661 751 817;
+truck/lorry 555 569 717 864 867; bus 654 779 874; train 466 547 705 820 829; airplane/plane 404 895;
+boat 472 554 576 625 814 914; ship 403 510 628 724 780; bicycle/bike 444 671; motorcycle/motorbike 665 670;
+vehicle 403-404 407-408 436 444 466 468 511 547 555 569 573 609 627 654 656 661 665 671 705 717 734 751 779 817 820
+847 864 866-867 870;
+building 425 437 449 483 497 580 663 668 698; chair 423 559 765 857; bed 431 516 520 564; table 526 532 736;
+furniture 423 453 493 495 520 526 532 553 559 564 703 765 831 857 894; clock 409 530 892; computer 527 590 620 681;
+telephone/phone 487 528 707;
+clothing 399-400 411 445 459 474 501 568 578 601 608 610 614 617 638-639 655 689 697 735 775 834 841-842 869 887;
+hat 439 452 515 667 808; shoe 502 514 630 770 774; tool 473 477 512 587 596 677 726 731 740 783-784 792 813;
+weapon 413 471 763-764; bottle 440 720 737 898 907;
+musical instrument 401-402 420 432 486 513 541 546 558 566 577 579 593-594 641-642 683-684 687 699 776 822 875 881 889;
+guitar 402 546; piano 579 881; ball 429-430 522 574 722 768 805 852 890; cup/mug 504 968; fruit 948-957; apple 948;
+vegetable 936-946; bread 930-931; fungus/mushroom 947 991-997; flower 985-986; food 924-935 959-965; drink 966-967 969;
+mountain 970 979-980; coast/beach 975-978; person/man/woman 981-983
+"""
+"""Words of everyday language for several of ImageNet's classes, by number: they lie on the mean of these rows."""
+
+
+class Text(NamedTuple):
+    """Words for one meaning, the first of them the usual one; the classes `(1000,)` that it is of, as shares."""
+
+    words: Sequence[str]
+    classes: Tensor
 
 
 class Head(NamedTuple):
@@ -74,6 +106,23 @@ def head_of(trunk: plain.EfficientNetLite0, classifier: Tensor, width: int) -> H
     return Head(projection, bias, F.normalize(centred @ projection.T, dim=-1))
 
 
+def meanings() -> tuple[list[Text], list[Text]]:
+    """The classifier's names, and the groups."""
+    named = [Text(words, row) for words, row in zip(wordnet_names(), torch.eye(len(IMAGENET_CLASSNAMES)), strict=True)]
+    groups = []
+    for group in filter(None, re.split(r";\s*", GROUPS.strip())):
+        words, numbers = re.split(r"\s+(?=[0-9])", group, maxsplit=1)
+        ends = [[int(end) for end in part.split("-")] for part in numbers.split()]
+        of = [number for first, *last in ends for number in range(first, (last or [first])[0] + 1)]
+        several = [
+            re.sub("([^aeo])ys$", r"\1ies", re.sub("([sx])s$", r"\1es", f"{word}s")) for word in words.split("/")
+        ]
+        groups.append(
+            Text((*words.split("/"), *several), torch.zeros(len(named)).index_fill_(0, torch.tensor(of), 1 / len(of)))
+        )
+    return named, groups
+
+
 def wordnet_names() -> list[list[str]]:
     """For each of the 1,000 classes open_clip's name, and WordNet's other words for it."""
     folder = Path(timm.data.__file__).with_name("_info")
@@ -98,11 +147,11 @@ class KnownTokens(nn.Module):
         return torch.where((place >= 0).unsqueeze(-1), self.rows[place.clamp(min=0)], self.table[ids])
 
 
-def texts_of(rng: np.random.Generator, classes: Sequence[int], words: list[list[str]]) -> Tensor:
-    """Tokens `(B, L)` of one text for each class."""
+def tokens_of(rng: np.random.Generator, texts: Sequence[Text]) -> Tensor:
+    """Tokens `(B, L)` of one sentence for each text."""
     rows = []
-    for number in classes:
-        name = words[number][rng.integers(len(words[number])) if rng.random() < SYNONYMS else 0]
+    for text in texts:
+        name = text.words[int(rng.integers(len(text.words))) if rng.random() < SYNONYMS else 0]
         if rng.random() < UNKNOWN:
             unknown = rng.integers(256, START, size=rng.integers(1, MOST_UNKNOWN + 1)).tolist()
             rows.append(unknown + list(encode(name + str(rng.choice(["", "."])))))
@@ -115,9 +164,9 @@ def texts_of(rng: np.random.Generator, classes: Sequence[int], words: list[list[
 @torch.enable_grad()
 def train(head: Head, args: argparse.Namespace) -> open_clip.CLIP:
     """The text tower for ``head``; the image tower of the model stays as it was drawn."""
-    model, words = fresh_model(photo.MODEL, args.seed, "pretrain", "initial"), wordnet_names()
+    model, (names, groups) = fresh_model(photo.MODEL, args.seed, "pretrain", "initial"), meanings()
     table = drawn_rows(load_file(tiny.weights_path())[TABLE].float(), photo.config()["text_cfg"]["width"])
-    known = {token for names in words for name in names for token in encode(name)}
+    known = {token for text in (*names, *groups) for word in text.words for token in encode(word)}
     known |= {token for template in TEMPLATES for token in encode(template.format("x"))}
     model.token_embedding = KnownTokens(table, sorted(known | set(pad([[]])[0].tolist())))
     trained = [p for name, p in model.named_parameters() if not name.startswith("visual") and name != "logit_scale"]
@@ -126,11 +175,13 @@ def train(head: Head, args: argparse.Namespace) -> open_clip.CLIP:
     for step in range(args.steps):
         rng = np.random.default_rng(derive_seed(args.seed, "pretrain", step))
         if len(left) < args.batch:
-            left = rng.permutation(len(words)).tolist()
-        classes, left = left[: args.batch], left[args.batch :]
-        unit = F.normalize(pooled_short(model, texts_of(rng, classes, words)) @ model.text_projection, dim=-1)
-        wrong = 1 - (unit * head.rows[classes]).sum(-1).mean()
-        loss = F.cross_entropy(SCALE * unit @ head.rows.T, torch.tensor(classes)) + wrong
+            left = rng.permutation(len(names)).tolist()
+        texts = [names[number] for number in left[: args.batch]]
+        texts += [groups[number] for number in rng.permutation(len(groups))[: args.batch // 6]]
+        left, classes = left[args.batch :], torch.stack([text.classes for text in texts])
+        unit = F.normalize(pooled_short(model, tokens_of(rng, texts)) @ model.text_projection, dim=-1)
+        wrong = 1 - (unit * F.normalize(classes @ head.rows, dim=-1)).sum(-1).mean()
+        loss = F.cross_entropy(SCALE * unit @ head.rows.T, classes) + wrong
         set_rate(optimizer, learning_rate(step, args.steps, args.lr))
         descend(optimizer, loss, trained)
         if step % 50 == 49:
@@ -139,22 +190,22 @@ def train(head: Head, args: argparse.Namespace) -> open_clip.CLIP:
 
 
 @torch.no_grad()
-def pooled(model: open_clip.CLIP, template: str) -> Tensor:
-    """Text features `(1000, d_t)` before the projection, of all names in a template."""
-    texts = [list(encode(template.format(name))) for name in IMAGENET_CLASSNAMES]
-    return torch.cat([pooled_short(model, pad(texts[at : at + 100])) for at in range(0, len(texts), 100)])
-
-
-@torch.no_grad()
 def refit(model: open_clip.CLIP, head: Head) -> None:
     """Solve for the last layer: least squares from pooled texts to their rows."""
-    inputs = torch.cat([pooled(model, template) for template in REFITTED]).double()
-    targets = head.rows.double().repeat(len(REFITTED), 1)
+    names, groups = meanings()
+    sentences = [(template.format(text.words[0]), text) for template in REFITTED for text in (*names, *groups)]
+    inputs = torch.cat(
+        [
+            pooled_short(model, pad([list(encode(sentence)) for sentence, _ in sentences[at : at + 100]]))
+            for at in range(0, len(sentences), 100)
+        ]
+    ).double()
+    targets = F.normalize(torch.stack([text.classes for _, text in sentences]) @ head.rows, dim=-1).double()
     ridge = 0.1 * torch.eye(inputs.shape[1], dtype=torch.float64)
     model.text_projection.copy_(torch.linalg.solve(inputs.T @ inputs + ridge, inputs.T @ targets))
 
 
-def captioned(folder: Path = Path("/usr/share/tuxpaint/stamps")) -> list[tuple[Path, set[int]]]:
+def captioned(folder: Path = STAMPS) -> list[tuple[Path, set[int]]]:
     """Photographs of tuxpaint-stamps-default whose caption has names of ImageNet, with the numbers of these."""
     names, found = wordnet_names(), []
     for picture in sorted(folder.rglob("*.png")):
@@ -191,19 +242,10 @@ def report(classifier: Tensor, offset: Tensor) -> None:
     print(f"{len(pictures)} photographs; deviation of a share about {math.sqrt(0.25 / len(pictures)):.1%}")
 
 
-def squared(path: Path) -> Image.Image:
-    """A cut-out on a white square."""
-    image = Image.open(path).convert("RGBA")
-    side = max(image.size)
-    square = Image.new("RGBA", (side, side), "white")
-    square.alpha_composite(image, ((side - image.width) // 2, (side - image.height) // 2))
-    return square.convert("RGB")
-
-
 @torch.no_grad()
 def make(args: argparse.Namespace) -> None:
     """Train, write the file, and print the accuracy."""
-    args.steps, args.lr = args.steps or 1500, args.lr or 2e-3
+    args.steps, args.batch, args.lr = args.steps or 1500, args.batch or 96, args.lr or 2e-3
     assert photo.tower is not None
     tensors, trunk = photo.tower.read(None), plain.EfficientNetLite0()
     trunk.load_state_dict(dict(zip(trunk.state_dict(), tensors, strict=False)))

@@ -24,7 +24,8 @@ MEANINGS = {
     "retention": "keep the updates, payloads and states of all rounds, or of the last one only",
     "start": "`when_ready`: the coordinator starts the rounds once `min_clients` have enrolled",
     "seed": "all random draws of the federation follow from it",
-    "backbone.model": "an open_clip model, or `timm:NAME` for methods without text",
+    "backbone.model": "an open_clip model, or `timm:NAME` for methods without text; left out, it "
+    "[follows from the data and the method](../explanation/backbone.md#the-default)",
     "backbone.pretrained": "open_clip's tag of the weights; `embedded` for promptfed's own",
     "backbone.precision": "number format of the frozen towers",
     "backbone.fingerprint": "SHA-256 of the weights; default: that of the first client that enrols",

@@ -84,6 +84,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InThr
         write_folder(folder / domain, dict.fromkeys(SHAPES[:3], 6), domain=domain, seed=seed)
     names = ", ".join(sorted(SHAPES[:3]))
     spec = f"{{name: shapes, method: {{name: promptfl, m: 4}}, rounds: 2, class_names: [{names}], start: when_ready"
+    spec += ", backbone: {model: promptfed-tiny}"
     (folder / "shapes.yaml").write_text(spec + ", participation: {min_clients: 2}}")
     with in_thread(folder / "coordinator") as server:
         known = ("--coordinator", server.url, "--token-file", folder / "coordinator" / "operator.token")
@@ -191,7 +192,12 @@ def test_a_researcher_compares_takes_away_and_scores(own: Path, tmp_path: Path) 
 
 def test_a_researcher_lets_a_search_choose_the_method(own: Path, tmp_path: Path) -> None:
     clients = [{"name": domain, "data": f"folder:{own / domain}?only={','.join(SHAPES[:3])}"} for domain in DOMAINS[:2]]
-    run = {"method": {"name": "promptfl", "m": 2}, "rounds": 2, "clients": clients}
+    run = {
+        "method": {"name": "promptfl", "m": 2},
+        "rounds": 2,
+        "clients": clients,
+        "backbone": {"model": "promptfed-tiny"},
+    }
     (tmp_path / "run.yaml").write_text(json.dumps(run))
     line = (
         "tune", tmp_path / "run.yaml", "--out", tmp_path / "tuned.yaml", "--methods", "fedtaskres", "--seconds", "5",

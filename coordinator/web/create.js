@@ -8,7 +8,7 @@ import { inNames, nameOf, restOf, spoken, told } from "./words.js";
 
 const ASKED = ["name", "class_names", "participation.min_clients", "rounds"]; // typed on the first screen
 const NOT_TYPED = /^method(\.name)?$|^(origin|continues)($|\.)/;
-const BACKBONES = { "promptfed-tiny embedded": "promptfed-tiny: small, to try things out", "ViT-B-32 openai": "CLIP ViT-B/32 of OpenAI", "ViT-B-16 openai": "CLIP ViT-B/16 of OpenAI", "ViT-L-14 openai": "CLIP ViT-L/14 of OpenAI" };
+const BACKBONES = { "": "What suits the method", "promptfed-photo embedded": "promptfed-photo: knows photographs of 1,000 things", "promptfed-tiny embedded": "promptfed-tiny: knows drawn symbols, to try things out", "ViT-B-32 openai": "CLIP ViT-B/32 of OpenAI", "ViT-B-16 openai": "CLIP ViT-B/16 of OpenAI", "ViT-L-14 openai": "CLIP ViT-L/14 of OpenAI" };
 const PRIVACY = {
   none: ["Nothing more: the coordinator sees each site's change, and no image.", {}],
   records: ["Records: noise hides every single image (ε = 8 over all rounds).", { privacy: { level: "sample", clip: 0.3, epsilon: 8 } }],
@@ -125,7 +125,7 @@ export class Create {
     if (target.id === "method") this.picked = target.value;
     if (target.name === "goal") this.picked = this.continues ? this.picked : null;
     if (["goal", "privacy", "class_names"].includes(target.name) || target.id === "method") this.proposing = this.acts.run(() => this.#propose());
-    else if (["backbone", "spec-backbone.model", "spec-backbone.pretrained", "spec-training.optimizer"].includes(target.id)) this.#offerRate();
+    else if (["backbone", "spec-backbone.model", "spec-backbone.pretrained", "spec-training.optimizer"].includes(target.id)) Promise.resolve(this.proposing).then(() => this.#offerRate()); // not between two sets of fields
   }
 
   /** The goal's method, or the one that was chosen; and its options where it is another one than before. */
@@ -136,6 +136,7 @@ export class Create {
     const name = this.picked ?? proposed(goal, asked);
     if (this.methods.has(name)) select.value = name;
     say(this.reason, `${reasonFor(select.value, goal, asked)} ${this.methods.get(select.value).summary}`);
+    say(this.inputs.get("backbone").options[0], `What suits the method: ${this.methods.get(select.value).default_backbone}`);
     if (this.offered === select.value) return;
     this.offered = select.value;
     await this.#offer(this.methods.get(select.value));
@@ -155,7 +156,7 @@ export class Create {
 
   /** The default rate goes by the backbone, where a sweep has found one; naming an optimizer leaves it to the method. */
   async #offerRate() {
-    const [model, pretrained] = this.inputs.get("backbone").value.split(" ");
+    const [model, pretrained] = (this.inputs.get("backbone").value || `${this.methods.get(this.offered).default_backbone} embedded`).split(" ");
     const typed = (path, other) => this.inputs.get(path).value.trim() || other;
     const named = typed("training.optimizer", "") !== "";
     const backbone = named ? { model: null, pretrained: null } : { model: typed("backbone.model", model), pretrained: typed("backbone.pretrained", pretrained) };
@@ -197,7 +198,8 @@ export class Create {
   /** The spec as the form has it; what is empty is left out, and what is typed stands over what privacy proposes. */
   #spec() {
     const [model, pretrained] = this.inputs.get("backbone").value.split(" ");
-    const asked = [["method.name", this.inputs.get("method").value], ["backbone.model", model], ["backbone.pretrained", pretrained === "null" ? null : pretrained], ...Object.entries(flat(PRIVACY[this.#chosen("privacy")][1]))];
+    const backbone = model ? [["backbone.model", model], ["backbone.pretrained", pretrained === "null" ? null : pretrained]] : [];
+    const asked = [["method.name", this.inputs.get("method").value], ...backbone, ...Object.entries(flat(PRIVACY[this.#chosen("privacy")][1]))];
     if (this.#chosen("privacy") === "sums") asked.push(["secure_aggregation", {}]);
     const typed = [...ASKED.map((path) => [path, { class_names: LIST, name: TEXT }[path] ?? NUMBER]), ...this.fields.map((one) => [one.path, one.choices])];
     const entries = typed.map(([path, choices]) => [path, choices, this.inputs.get(path).value]).filter(([, , text]) => text.trim() !== "");

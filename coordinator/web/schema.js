@@ -19,6 +19,7 @@ export async function fieldsOf(api, method, backbone = null) {
     const field = fields.find((one) => one.path === path);
     if (field) field.standard = value;
   }
+  if (method !== null) fields.find((one) => one.path === "backbone.model").standard = method.default_backbone;
   const standard = (path) => fields.find((one) => one.path === path)?.standard ?? null;
   const on = backbone ?? { model: standard("backbone.model"), pretrained: standard("backbone.pretrained") };
   const swept = method?.swept_rates?.find((one) => one.model === on.model && one.pretrained === on.pretrained);

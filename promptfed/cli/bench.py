@@ -57,6 +57,8 @@ def run_shown(bench: Bench, runner: Runner) -> list[BenchRun]:
     )
     jobs = bench.jobs()
     claim(runner.out, bench)
+    for line in dict.fromkeys(f"{job.entry.label}: {job.chosen}" for job in jobs if job.chosen is not None):
+        note(line)
     finished = sum(runner.path(job).exists() for job in jobs)
     if finished:
         note(f"{finished} of {len(jobs)} federations are done in {runner.out}{_of_others(runner, jobs)}")

@@ -21,6 +21,7 @@ from promptfed.experiments.bench.entries import RawSpec
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.library.result import Result
 from promptfed.runtime.processes import Site
+from promptfed.runtime.run_file import completed
 from promptfed.sdk import operations
 from promptfed.sdk.arguments import all_checked, checked
 from promptfed.sdk.backbone import open_backbone, resolve, spelt
@@ -82,7 +83,8 @@ def run(
     sources, named = SharedSources(), _named(method)
     sites = _described(_all_sites(sources, data, unseen, tests or {}), domains or {})
     asked = {"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named}
-    resolved = resolve(asked | ({} if backbone is None else {"backbone": spelt(backbone)}))
+    asked |= {} if backbone is None else {"backbone": spelt(backbone)}
+    resolved = resolve(completed(asked, sites, lambda uri, role: sources.open(uri, role).class_names)[0])
     file = Path(backbone_file) if backbone_file is not None else None
     model = backbone if isinstance(backbone, Backbone) else None
     if model is not None and file is not None:

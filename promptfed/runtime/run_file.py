@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import read_spec
+from promptfed.shared.data import DataError
+from promptfed.shared.messages import Role
+from promptfed.shared.methods import needs_class_names, with_default_backbone
 from promptfed.shared.plain_text import counted
 from promptfed.shared.spec.spec import NAME_PATTERN, FederationSpec, Name, SpecError
 
@@ -51,10 +55,14 @@ class ClientEntry(BaseModel):
 
 @dataclass(frozen=True)
 class RunFile:
-    """The contents of a run file: the unresolved spec, and the clients in the file's order."""
+    """The contents of a run file: the unresolved spec, and the clients in the file's order.
+
+    ``chosen``: which backbone the spec has, and why, where the file names none.
+    """
 
     spec: Mapping[str, Any]
     sites: tuple[Site, ...]
+    chosen: str | None = None
 
 
 def read_run(path: Path, clients: int | None = None) -> RunFile:
@@ -69,8 +77,33 @@ def read_run(path: Path, clients: int | None = None) -> RunFile:
         text = f"{path} has no `clients`: list them as `- {{name: eyes, data: 'folder:/data/eyes'}}`"
         raise CommandError(text, Exit.BAD_INPUT)
     entries = _entries(raw.pop("clients"), path)
-    spec = {"name": path.stem, **raw}
-    return RunFile(spec, _sites(entries, clients, path))
+    sites = _sites(entries, clients, path)
+    spec, chosen = completed({"name": path.stem, **raw}, sites)
+    return RunFile(spec, sites, chosen)
+
+
+def completed(
+    raw: Mapping[str, Any], sites: Sequence[Site], names_of: Callable[[str, Role], Sequence[str]] | None = None
+) -> tuple[dict[str, Any], str | None]:
+    """``raw`` with what it leaves open and the data of ``sites`` say, and why it has its backbone.
+
+    These are the backbone, and the class names where the method needs a list of them and all clients have the same.
+    ``names_of``: those of a URI; default: `class_names_of`.
+    """
+    spec, chosen = with_default_backbone(raw, data_of(sites))
+    if needs_class_names(spec):
+        from promptfed.shared.data.registry import class_names_of
+
+        with suppress(DataError):  # it is told where the data are opened
+            named = {tuple((names_of or class_names_of)(site.data, site.role)) for site in sites}
+            if len(named) == 1:
+                spec["class_names"] = list(named.pop())
+    return spec, chosen
+
+
+def data_of(sites: Iterable[Site]) -> list[str]:
+    """The URIs of all images of ``sites``."""
+    return [uri for site in sites for uri in (site.data, *site.tests.values())]
 
 
 def _entries(raw: Any, path: Path) -> list[ClientEntry]:

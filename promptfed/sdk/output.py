@@ -25,6 +25,7 @@ from rich.table import Table
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api import report_schemas as shared
+from promptfed.shared.methods.core.default_backbone import data_in
 from promptfed.shared.plain_text import listed, plain
 from promptfed.shared.service.reasons import of_surroundings, why
 from promptfed.shared.spec.spec import check_class_names
@@ -170,7 +171,13 @@ def read_spec(path: Path) -> dict[str, Any]:
 
 def read_federation(path: Path) -> dict[str, Any]:
     """The spec in a file, also in a run file, whose clients and clock are left out. Raises CommandError."""
-    return {key: value for key, value in read_spec(path).items() if key not in ("clients", "clock")}
+    return read_federation_and_data(path)[0]
+
+
+def read_federation_and_data(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """As `read_federation`, and the URIs of a run file's clients."""
+    raw = read_spec(path)
+    return {key: value for key, value in raw.items() if key not in ("clients", "clock")}, data_in(raw.get("clients"))
 
 
 def expect_new(path: Path | None, option: str = "--out") -> None:

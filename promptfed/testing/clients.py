@@ -34,6 +34,7 @@ def spec(**changes: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "name": "eyes",
         "method": {"name": "promptfl", "m": 4},
+        "backbone": {"model": "promptfed-tiny"},
         "rounds": 2,
         "participation": {"min_clients": 2, "deadline_seconds": DEADLINE},
         "seed": 7,

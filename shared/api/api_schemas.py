@@ -51,6 +51,7 @@ class MethodView(BaseModel):
         description="where admission.max_update_norm is open, the L2 norm of an update's change may be this times the "
         "square root of how many numbers it has",
     )
+    default_backbone: str = Field("promptfed-tiny", description="model of a spec that names no backbone")
     swept_rates: list[SweptRate] = Field(
         [], description="training.learning_rate of a spec that leaves it and the optimizer open, by its backbone"
     )

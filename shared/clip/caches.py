@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import threading
 import time
@@ -33,7 +32,7 @@ from promptfed.shared.clip.weights import config_digest
 from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.image_files import READERS
 from promptfed.shared.data.readers import Answer, Request, readers
-from promptfed.shared.data.registry import EMBEDDED
+from promptfed.shared.data.schemes import all_drawn
 from promptfed.shared.files import write_whole
 from promptfed.shared.service.reasons import why
 from promptfed.shared.tensors.transfer import host_memory, read_later
@@ -582,8 +581,7 @@ def features_in(given: Path | None, usual: Path, uris: Iterable[str], patches: b
     If all data are embedded pictures and no folder is given, it is one in the user's own cache, bounded by
     ``OWN_BYTES``: each run of a demo would encode them again. With ``patches``, which take far more, it is not used.
     """
-    schemes = {re.split("[:?]", uri, maxsplit=1)[0] for uri in uris}
-    if given is None and not patches and schemes <= set(EMBEDDED):
+    if given is None and not patches and all_drawn(uris):
         with suppress(OSError, RuntimeError):  # no home, or none that can be written to
             own = machine.own_folder(machine.user_cache("features") / __version__)
             if os.access(own, os.W_OK) and shutil.disk_usage(own).free > OWN_BYTES:

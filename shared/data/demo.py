@@ -67,6 +67,18 @@ DEMOS: dict[str, Demo] = {
         method="fedtaskres",
         class_names=("clear", "line", "nodule", "stripes"),
         scans=("north", "south", "west", "rural"),
+        backbone={"model": "promptfed-tiny", "pretrained": "embedded"},
+    ),
+    "solar": Demo(
+        clients=tuple(
+            (name, f"solar?domain=mono&per_class=150&partition=iid&clients=3&client={number}")
+            for number, name in enumerate(("coast", "desert", "roof"))
+        ),
+        unseen=("poly", "solar?domain=poly&per_class=60"),
+        batch_size=32,
+        template="an electroluminescence photo of a {} solar cell.",
+        method="fedtaskres",
+        class_names=("functional", "defective"),
     ),
     "digits": Demo(
         clients=(

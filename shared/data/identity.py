@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Mapping
 
 from pydantic import BaseModel
 
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.data.registry import EMBEDDED
+from promptfed.shared.data.schemes import all_drawn
 from promptfed.shared.data.source import Source, Split
 from promptfed.shared.plain_text import counted
 
@@ -77,7 +76,7 @@ def identity_of(source: Source, tests: Mapping[str, Source]) -> DataIdentity:
 def _split(split: Split, about: str) -> SplitIdentity:
     labels = split.labels.tolist()
     groups = split.groups or [""] * len(labels)
-    if re.split("[:?]", about, maxsplit=1)[0] in EMBEDDED:
+    if all_drawn([about]):
         return SplitIdentity(count=len(labels), images=_digest([about]), labelled=_digest([about]))
     images = [split.digest(row) for row in range(len(split))]
     facts = zip(images, labels, groups, strict=True)

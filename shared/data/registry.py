@@ -16,6 +16,7 @@ from promptfed.shared.data.emoji.source import open_emoji, open_scenes
 from promptfed.shared.data.folder import open_csv, open_folder
 from promptfed.shared.data.medical.opening import open_dicom
 from promptfed.shared.data.options import CUTTING_OPTIONS, Options, Parts, Role, apply_common
+from promptfed.shared.data.photographs import open_solar, open_stamps
 from promptfed.shared.data.pixels import Scale, scale_text
 from promptfed.shared.data.public_sets import open_hugging_face, open_torchvision
 from promptfed.shared.data.source import DataError, Source
@@ -32,12 +33,12 @@ SCHEMES: dict[str, Callable[[str, Options], Source]] = {
     "folder": open_folder,
     "csv": open_csv,
     "dicom": open_dicom,
+    "solar": open_solar,
+    "stamps": open_stamps,
     "torchvision": open_torchvision,
     "hf": open_hugging_face,
 }
 """Opener by scheme: what stands between the colon and the question mark, and the options -> the whole source."""
-
-EMBEDDED = ("symbols", "digits", "emoji", "emoji-scenes")  # schemes of pictures that are promptfed's own
 
 _CLASSES = frozenset({"only", "min_per_class"})
 AT_OPENING = {"folder": _CLASSES, "csv": _CLASSES}

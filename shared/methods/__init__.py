@@ -5,7 +5,8 @@ To add a method, add its file here, or install a package that provides one (`reg
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from pkgutil import iter_modules
 from typing import Any
@@ -22,6 +23,7 @@ from promptfed.shared.methods.core.checks import (
     check_training,
     with_noise,
 )
+from promptfed.shared.methods.core.default_backbone import default_backbone, refusal_of, suitable
 from promptfed.shared.methods.core.interface import Method, MethodError, ServerContext
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description, swept_rate
 from promptfed.shared.methods.core.several_labels import for_several_labels
@@ -54,6 +56,13 @@ def _own_methods() -> dict[str, str]:
     files = [module.name for module in iter_modules(__path__) if module.name != "core"]
     return {name: f"{__name__}.{file}" for name, file in sorted((n, f) for f in files for n in FAMILIES.get(f, (f,)))}
 
+
+log = logging.getLogger("promptfed.methods")
+ANY_SHAPE = BackboneShape(
+    d_t=8, d_v=8, d_e=8, text_layers=12, vision_layers=12, context_length=77, patch_size=8, patch_tokens=4,
+    mlp_width=32, positions=5, heads_v=1, heads_t=1,
+)  # fmt: skip
+"""A backbone that all methods can run with."""
 
 METHODS = MethodRegistry(_own_methods())
 TASK, MULTI_LABEL = "task", "multi_label"
@@ -127,8 +136,9 @@ def runnable(shape: BackboneShape) -> list[str]:
 
 
 def _runs(method: Method, context: ServerContext) -> bool:
+    if refusal_of(method, context.shape) is not None:
+        return False
     try:
-        method.check_backbone(context.shape)
         method.dims(context)
     except Exception:  # our methods raise MethodError; a package's method may raise anything
         return False
@@ -136,11 +146,48 @@ def _runs(method: Method, context: ServerContext) -> bool:
 
 
 def check_fits(method: Method, shape: BackboneShape) -> None:
-    """Raise MethodError if the method cannot run with a backbone of ``shape``; the text lists methods that can."""
+    """Raise MethodError if the method cannot run with a backbone of ``shape``.
+
+    The text lists embedded backbones with which it can, and methods that can run with this one.
+    """
     try:
         method.check_backbone(shape)
     except MethodError as error:
-        raise MethodError(f"{error}. With this backbone run one of: {', '.join(runnable(shape)) or 'none'}") from None
+        able = f"Take the backbone {' or '.join(suitable(method)) or 'of another kind'}"
+        text = f"{error}. {able}; with this one run one of: {', '.join(runnable(shape)) or 'none'}"
+        raise MethodError(text) from None
+
+
+def with_default_backbone(raw: Mapping[str, Any], data: Collection[str] = ()) -> tuple[dict[str, Any], str | None]:
+    """``raw`` with the backbone that it leaves open, and a sentence that says which and why; None where it names one.
+
+    ``data``: the URIs of all images, where they are known.
+    """
+    given, named = raw.get("backbone", {}), raw.get("method")
+    if not isinstance(given, Mapping) or "model" in given or not isinstance(named, Mapping):
+        return dict(raw), None
+    try:
+        kind = method_class(str(named.get("name")))
+        method = make_method(merged(kind.defaults, dict(raw))["method"])
+    except SpecError:
+        return dict(raw), None  # whose error the caller meets
+    model, why = default_backbone(method, data)
+    return {**raw, "backbone": {**given, "model": model}}, f"Backbone {model}: {why}."
+
+
+def needs_class_names(raw: dict[str, Any]) -> bool:
+    """Whether ``raw`` lacks nothing but a list of the classes, as for methods with a row for each class."""
+
+    def works(names: tuple[str, ...] | None) -> bool:
+        try:
+            spec = resolve_spec(raw if names is None else {**raw, "class_names": list(names)})
+            context = ServerContext(spec.training, ANY_SHAPE, names, (), spec.seed, spec.rounds)
+            method_for(spec).dims(context)
+        except (SpecError, MethodError):
+            return False
+        return True
+
+    return raw.get("class_names") is None and not works(None) and works(("a", "b"))
 
 
 def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
@@ -149,6 +196,9 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
     Raises:
         SpecError: the spec is invalid; each error has a dotted path.
     """
+    raw, why = with_default_backbone(raw)
+    if why is not None:
+        log.info("%s", why)
     spec, method = _parts(raw)
     named = {"name": method.name, **method.hyper.model_dump(), **_added(spec)}
     resolved = spec.model_copy(update={"method": named})

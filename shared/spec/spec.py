@@ -211,7 +211,7 @@ AllowedBackbones = bool | Sequence[str]
 class BackboneSpec(Section):
     """The frozen model that every client loads for itself."""
 
-    model: Annotated[str, Field(min_length=1, max_length=200), Visible] = "promptfed-tiny"
+    model: Annotated[str, Field(min_length=1, max_length=200), Visible] = "promptfed-photo"
     pretrained: Annotated[str, Field(min_length=1, max_length=200), Visible] | None = "embedded"
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     fingerprint: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None

@@ -14,6 +14,7 @@ from PIL import Image
 from promptfed.sdk.client import Exit
 from tests.docker.conftest import docker, wait_for
 
+TINY = {"backbone": {"model": "promptfed-tiny"}}
 SPEC = """
 name: tiny
 method: {name: promptfl}
@@ -108,7 +109,7 @@ def test_images_of_ones_own(tmp_path: Path) -> None:
             for number in range(5):
                 Image.new("RGB", (32, 32), (abs(shade - 3 * number),) * 3).save(folder / f"{number}.png")
     sites = [{"name": site, "data": f"folder:{tmp_path / site}"} for site in ("left", "right")]
-    spec = json.dumps({"name": "own", "method": {"name": "promptfl"}, "rounds": 1, "clients": sites})
+    spec = json.dumps({"name": "own", "method": {"name": "promptfl"}, "rounds": 1, "clients": sites} | TINY)
     launched = launch(tmp_path / "own.yaml", spec, "--runtime", "docker", "--json")
     out, errors = launched.communicate(timeout=300)
     assert launched.returncode == Exit.OK, errors

@@ -16,6 +16,7 @@ CLIENTS = ("architect", "doodler", "signmaker")
 SPEC: dict[str, Any] = {
     "name": "summed",
     "method": {"name": "promptfl", "m": 4},
+    "backbone": {"model": "promptfed-tiny"},
     "rounds": 2,
     "training": {"epochs": 1, "batch_size": 64, "learning_rate": 0.05},
     "participation": {"min_clients": 3},

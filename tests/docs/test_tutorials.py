@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -91,7 +92,8 @@ BEFORE = {
     "guides/join-a-site.md": COORDINATOR
     + """
 cat > pets.yaml <<END
-{name: pets, method: {name: promptfl}, rounds: 2, participation: {min_clients: 1}, start: when_ready}
+{name: pets, method: {name: promptfl}, backbone: {model: promptfed-tiny},
+rounds: 2, participation: {min_clients: 1}, start: when_ready}
 END
 promptfed federation create pets.yaml
 promptfed federation token pets --out pets.token
@@ -100,7 +102,8 @@ unset PROMPTFED_COORDINATOR PROMPTFED_OPERATOR_TOKEN
     "guides/take-a-result-away.md": COORDINATOR
     + """
 cat > styles.yaml <<END
-{name: styles, method: {name: promptfl}, rounds: 1, participation: {min_clients: 1}, start: when_ready}
+{name: styles, method: {name: promptfl}, backbone: {model: promptfed-tiny},
+rounds: 1, participation: {min_clients: 1}, start: when_ready}
 END
 promptfed federation create styles.yaml
 promptfed federation token styles --out styles.token
@@ -213,7 +216,7 @@ def test_the_shell_blocks_of_a_page_run_in_order(name: str, tmp_path: Path) -> N
 def the_prompts_are_there(folder: Path, printed: str) -> None:
     prompts = load_file(folder / "run" / "prompts.safetensors")
     assert set(prompts) == {"context"}
-    assert prompts["context"].shape[0] == 16
+    assert prompts["context"].shape[0] == 4  # the words of "a photo of a"
     assert {"painting", "quickdraw", "referee"} <= set(re.findall(r"painting|quickdraw|referee", printed))
 
 
@@ -275,9 +278,20 @@ def test_a_method_that_is_none_or_named_as_another_is_refused(page: dict[str, An
     for kind, says in (
         (Nameless, "there is a method 'promptfl' already"),
         (Incomplete, "does not define"),
-        (int, "is not a subclass"),
+        (int, "method=<class 'int'> is not str"),
     ):
         with pytest.raises(promptfed.CommandError, match=says):
             promptfed.run(kind, ["digits"])
     assert METHODS["promptfl"].__module__.endswith("promptfl")
     assert "incomplete" not in METHODS
+
+
+@pytest.mark.skipif(find_spec("elpv_dataset") is None, reason="promptfed[photos] is not installed")
+def test_the_tutorial_s_photographs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (DOCS / "tutorials" / "your-own-images.md").read_text()
+    (code,) = re.findall(r"^python - <<END\n(.*?)^END\n", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "your-own-images.md", "exec"), {})
+    source = open_source(f"folder:{tmp_path / 'images'}")
+    assert source.class_names == ("defective", "functional")
+    assert len(source.train) + len(source.test) == 300

@@ -76,6 +76,7 @@ def started(process: ForkedCoordinator, folder: Path, method: str, features: Pat
     spec: dict[str, Any] = {
         "name": "kills",
         "method": {"name": name, **METHODS[name]},
+        "backbone": {"model": "promptfed-tiny"},
         "compression": {"up": up or "none"},
         "rounds": ROUNDS,
         "training": {"batch_size": 4, "learning_rate": 0.05, "epochs": 6},

@@ -45,6 +45,7 @@ SITES = [Site(name, DATA.format(k)) for k, name in enumerate(("north", "south", 
 SPEC: dict[str, Any] = {
     "name": "summed",
     "method": {"name": "promptfl", "m": 2},
+    "backbone": {"model": "promptfed-tiny"},
     "rounds": 2,
     "training": {"learning_rate": 0.02, "batch_size": 4},
     "participation": {"min_clients": 3},

@@ -60,8 +60,12 @@ def test_a_coordinator_imports_nothing_large(tmp_path: Path) -> None:
 
 def test_a_client_imports_torch_alone_up_to_the_consent(tmp_path: Path) -> None:
     with in_thread(tmp_path / "data") as server:
-        backbone = open_backbone(BackboneSpec(), allow_backbone=False)
-        about = {"fingerprint": backbone.fingerprint, "shape": shape_of(backbone).model_dump()}
+        backbone = open_backbone(BackboneSpec(model="promptfed-tiny"), allow_backbone=False)
+        about = {
+            "model": "promptfed-tiny",
+            "fingerprint": backbone.fingerprint,
+            "shape": shape_of(backbone).model_dump(),
+        }
         spec = {"name": "pets", "method": {"name": "promptfl", "m": 4}, "backbone": about}
         server.post("/v1/federations", spec, status=201)
         (tmp_path / "token").write_text(server.token("pets"))

@@ -270,7 +270,8 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 
 def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alone() -> None:
     def rate(method: str, **spec: Any) -> float:
-        raw = {"name": "a", "method": {"name": method}, "class_names": ["a", "b"], **spec}
+        tiny = {"backbone": {"model": "promptfed-tiny"}}
+        raw = {"name": "a", "method": {"name": method}, "class_names": ["a", "b"], **tiny, **spec}
         return resolve_spec(raw).training.learning_rate
 
     assert rate("promptfl") == 0.02

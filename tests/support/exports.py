@@ -67,6 +67,7 @@ def start_federations(server: InThread, model: Backbone, **changes: Any) -> None
     """One started federation of each method, named as the method."""
     for method, hyper in SPECS.items():
         spec = {"name": method.replace("_", "-"), "method": {"name": method, **hyper}, "class_names": NAMES}
+        spec["backbone"] = {"model": "promptfed-tiny"}
         start_federation(server, model, spec | changes)
 
 

@@ -53,7 +53,7 @@ def started_and_finished(page: Page, clients: list[subprocess.Popen[bytes]]) -> 
 def test_from_an_empty_coordinator_to_a_classified_picture(
     coordinator: InThread, visited: Visit, tmp_path: Path
 ) -> None:
-    """An operator needs six fields and four clicks until it runs, each site one line, and who uses it a picture.
+    """An operator needs six fields, here seven, and four clicks until it runs, each site one line, a user a picture.
 
     In between, a researcher runs another method with the same settings and compares the two.
     """
@@ -69,6 +69,7 @@ def test_from_an_empty_coordinator_to_a_classified_picture(
     page.get_by_label("What is to be told apart").fill(", ".join(sorted(SHAPES[:3])))
     page.get_by_label("How many sites").fill("2")
     page.get_by_label("Rounds", exact=True).fill("2")
+    page.get_by_label("Backbone", exact=True).select_option("promptfed-tiny embedded")  # that of the pictures' kind
     page.get_by_role("button", name="Create", exact=True).click()
     expect(page.get_by_role("heading", level=1)).to_have_text("shapes")
     expect(page.get_by_role("button", name="Start", exact=True)).to_be_disabled()

@@ -206,7 +206,7 @@ def test_seven_questions_fit_on_one_screen_and_each_error_stands_at_its_field(
     expect(rate).to_have_attribute("placeholder", "0.02")  # what a sweep found for the embedded backbone
     page.get_by_label("Backbone", exact=True).select_option(label="CLIP ViT-B/16 of OpenAI")
     expect(rate).to_have_attribute("placeholder", "0.002")
-    page.get_by_label("Backbone", exact=True).select_option(label="promptfed-tiny: small, to try things out")
+    page.get_by_label("Backbone", exact=True).select_option("promptfed-tiny embedded")
     search.fill("passes")
     epochs = page.get_by_label("Passes over the images in a round")
     epochs.fill("two")

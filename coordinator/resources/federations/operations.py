@@ -32,8 +32,9 @@ from promptfed.coordinator.store.tables import EventRow, FederationRow
 from promptfed.shared.api.api_schemas import TokenRequest
 from promptfed.shared.canonical import canonical_json, parse_json
 from promptfed.shared.clip.weights import shape_by_name
-from promptfed.shared.methods import check_fits, make_method, resolve_spec
+from promptfed.shared.methods import check_fits, make_method, resolve_spec, with_default_backbone
 from promptfed.shared.methods.core.checks import allowed_rounds, check_hopeless, check_sizes, check_texts
+from promptfed.shared.methods.core.default_backbone import data_in
 from promptfed.shared.methods.core.interface import MethodError, needs_torch_always
 from promptfed.shared.plain_text import plain
 from promptfed.shared.privacy.noise import Noise
@@ -74,7 +75,7 @@ def _check_shape(spec: FederationSpec) -> None:
         return  # what towers that are not plain take, the first client tells
     backbone = spec.backbone.model_copy(update={"shape": shape})
     federation = new_federation("", spec.model_copy(update={"backbone": backbone}))
-    with _offence_at("backbone.shape"):
+    with _offence_at("backbone.shape" if spec.backbone.shape else "backbone.model"):
         check_fits(federation.method, shape)
         federation.method.dims(federation.context())
     with _offence_at("class_names" if spec.class_names else "template"):
@@ -302,7 +303,7 @@ def read_run(text: str) -> dict[str, Any]:
         raise problems.InvalidSpec(f"write numbers, texts, lists and mappings: {why(error)}") from None
     if not isinstance(raw, dict):
         raise problems.InvalidSpec("this is no run file: it begins with settings, such as `name: eyes`")
-    return raw
+    return with_default_backbone(raw, data_in(raw.get("clients")))[0]
 
 
 def read_spec(path: Path) -> dict[str, Any]:

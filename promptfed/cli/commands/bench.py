@@ -94,10 +94,11 @@ def tune(
     expect_new(out)
     for name in plan.methods:
         method_class(name)  # or there is no such method
+    run = read_run(spec)
     with TemporaryDirectory(prefix="promptfed-tune-") as features:
-        trials = Trials(
-            read_run(spec), Path(features), validation, pool=pool, device=device, allow_backbone=allow_backbone
-        )
+        trials = Trials(run, Path(features), validation, pool=pool, device=device, allow_backbone=allow_backbone)
+        if run.chosen is not None:
+            note(run.chosen)
         chosen = choose(trials, plan, note)
         changes = trials.changes(chosen.winner.method, chosen.winner.rate)
     write_file(out, _text(spec, changes, chosen, validation).encode())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,7 +13,7 @@ import typer
 from promptfed.cli.app import app, with_options
 from promptfed.cli.common import Json
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import console, expect_suffix, listing, note, print_json, say, table
+from promptfed.sdk.output import console, expect_suffix, listing, note, percent, print_json, say, table
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import counted, look_alikes, plain, quoted
 from promptfed.shared.service.reasons import why
@@ -31,6 +32,9 @@ group = app.group(
 )
 
 MOST_COPIES = 20  # pictures that are printed
+NAMED, AT_ONCE, NAMING_SECONDS = 100, 10, 10.0
+"""Images that the embedded backbones name, how many of them at once, and how long all of this may take."""
+
 OF_FILES = ("folder", "csv", "dicom")  # schemes whose images are hashed when they are opened
 
 SOURCES = {
@@ -41,6 +45,8 @@ SOURCES = {
     "folder": ("folder:/data/pets", "class folders of images", "yours"),
     "csv": ("csv:/data/table.csv", "a table of paths and labels, one or several for each image", "yours"),
     "dicom": ("dicom:/data/scans", "DICOM images, series or studies with a table of labels", "promptfed[medical]"),
+    "solar": ("solar?domain=mono", "2,624 photographs of solar cells, functional or defective", "promptfed[photos]"),
+    "stamps": ("stamps", "cut-out photographs of animals and things", "apt-get install tuxpaint-stamps-default"),
     "torchvision": (
         "torchvision:OxfordIIITPet?root=/data",
         "data sets that torchvision reads",
@@ -97,6 +103,8 @@ def show(
     places = [f"{kind}: {split.path(row) or f'image {row}'}" for row, kind in enumerate(notes)]
     _save(sheet, out)
     counts, alike = _counts(source), look_alikes(source.class_names)
+    kind = "training" if len(source.train) and not _untrainable(source) else "test"
+    named = _named(source, source.train if kind == "training" else source.test)
     if as_json:
         domain = source.domain.description if source.domain is not None else None
         about = {
@@ -107,6 +115,7 @@ def show(
             "look_alikes": [list(group) for group in alike],
             "grey": source.grey,
             "duplicates": [[places[row] for row in group] for group in alike_rows],
+            "zero_shot": {name: {"right": right, "of": of} for name, (right, of) in named.items()},
         }
         print_json({**about, "classes": counts, "sheet": str(out)})
         return
@@ -124,7 +133,39 @@ def show(
         say(plain(f"The same picture: {', '.join(places[row] for row in group)}"))
     if len(alike_rows) > MOST_COPIES:
         say(f"And {counted(len(alike_rows) - MOST_COPIES, 'further picture')} with copies; --json lists all.")
+    if named:
+        told = ", ".join(f"{name} {percent(right / of)} of {of}" for name, (right, of) in named.items())
+        say(f"Named right without training: {told} {kind} images; a guess {percent(1 / len(counts))}.")
     say(f"{out}: {counted(min(count, len(split)), 'image')} of {uri}")
+
+
+def _named(source: Source, split: Split) -> dict[str, tuple[int, int]]:
+    """How many images of ``split`` each embedded backbone names right by the template, and of how many.
+
+    They are spread over the classes, and as many as there is time for.
+    """
+    import torch
+
+    from promptfed.shared.clip import BackboneError, load_backbone
+    from promptfed.shared.clip.embedded import EMBEDDED
+    from promptfed.shared.data.folder import spread
+    from promptfed.shared.methods.core.interface import template_features
+
+    found: dict[str, tuple[int, int]] = {}
+    rows = spread(split.labels, NAMED) if split.labels.ndim == 1 else []
+    for name, own in EMBEDDED.items():
+        began, right, done = time.monotonic(), 0, 0
+        with suppress(BackboneError, DataError):
+            backbone = load_backbone(name, own.PRETRAINED)
+            texts = template_features(backbone, source.template, source.class_names)
+            while done < len(rows) and time.monotonic() < began + NAMING_SECONDS / len(EMBEDDED):
+                some = rows[done : done + AT_ONCE]
+                images = torch.stack([backbone.preprocess(split.image(row)) for row in some])
+                best = (backbone.encode_images(images) @ texts.T).argmax(dim=1)
+                right, done = right + int((best == split.labels[some]).sum()), done + len(some)
+        if done:
+            found[name] = right, done
+    return found
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.output import (
     console,
     expect_suffix,
+    note,
     percent,
     print_json,
-    read_federation,
+    read_federation_and_data,
     say,
     size,
     table,
@@ -28,6 +29,7 @@ from promptfed.sdk.progress import Snapshot, Watcher, describe_round, follow, lo
 from promptfed.shared.api.api_schemas import CentralPrivacyView, ClientPrivacy, FederationView, SelectionView
 from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.messages import ENDED, Role
+from promptfed.shared.methods import with_default_backbone
 from promptfed.shared.plain_text import counted, plain
 
 group = app.group("federation", "Create, watch and steer federations at a coordinator.", "Operate federations")
@@ -61,16 +63,21 @@ def create(
         refuse(written & {"allow_backbone", "backbone_file"}, "no backbone is loaded here; leave it out")
     if export is not None:
         refuse(written & {"backbone"}, "the export names the backbone; leave it out")
-    asked, initial_state = ({} if spec is None else read_federation(spec)), None
+    asked, data = ({}, []) if spec is None else read_federation_and_data(spec)
+    initial_state = chosen = None
     if export is not None:
         from promptfed.export.verification import continued
 
         asked, initial_state = continued(export, asked, key)
-    elif backbone:
-        from promptfed.sdk.backbone import resolve, with_backbone
+    else:
+        asked, chosen = with_default_backbone(asked, data)
+        if backbone:
+            from promptfed.sdk.backbone import resolve, with_backbone
 
-        resolved, initial_state = with_backbone(resolve(asked), allow_backbone)
-        asked = {**asked, "backbone": resolved.backbone.model_dump(mode="json", exclude_unset=True)}
+            resolved, initial_state = with_backbone(resolve(asked), allow_backbone)
+            asked = {**asked, "backbone": resolved.backbone.model_dump(mode="json", exclude_unset=True)}
+    if chosen is not None:
+        note(chosen)
     if dry_run:
         checked = api.send(operations.dry_run(asked)).json
         tell(as_json, checked, "The spec is good; nothing was created.")

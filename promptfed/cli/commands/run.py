@@ -128,6 +128,8 @@ def simulate(
             Watcher(resolved.rounds, quiet=as_json) as watcher,
         ):
             progress = [open_trackers.enter_context(open_tracker(where)) for where in track or ()]
+            if run.chosen is not None:
+                watcher.note(run.chosen)
             watcher.say(f"{counted(len(run.sites), 'client')}: their images and features")
             if out is not None and cluster.engine is None:
                 options |= {"folder": folder / RUN_FOLDER, "lasting": True}
@@ -309,11 +311,13 @@ def launch(
         Watcher(prepared.rounds, quiet=as_json) as watcher,
         started_services(engine, port, folder, keep is not None, watcher, fork=not chosen_gpus) as services,
     ):
+        if run.chosen is not None:
+            watcher.note(run.chosen)
         services.permitted = tuple(allow_backbone)
         result = conduct(services, prepared, run.sites, watcher, initial_state, chosen_gpus)
     seconds = time.monotonic() - started
     if as_json:
-        whole = summary(result, seconds) | {"runtime": runtime, "state_hash": result.federation.state_hash}
+        whole = summary(result, seconds) | {"runtime": runtime}
         print_json({key: whole[key] for key in KEYS})
     else:
         show_result(result, seconds)
@@ -387,6 +391,7 @@ def summary(result: FederationResult, seconds: float) -> dict[str, Any]:
         "federated": {name: row.accuracy for name, row in own.items()},
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,
+        "state_hash": result.federation.state_hash,
     }
 
 
@@ -440,7 +445,7 @@ def demo(
         str | None, typer.Option(help="a method of `promptfed methods`; default: what suits the data")
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="rounds; default: what suits the data")] = None,
-    data: Annotated[str, typer.Option(help="symbols, emoji, digits or dicom")] = "symbols",
+    data: Annotated[str, typer.Option(help="symbols, emoji, digits, dicom or solar")] = "symbols",
     seed: Annotated[int, typer.Option(min=0, help="of all random draws")] = 0,
     keep: Annotated[Path | None, typer.Option(help="keep the services' folders and logs here")] = None,
     as_json: Json = False,
@@ -464,6 +469,7 @@ def demo(
         print_json(summary(result, seconds))
     else:
         show_result(result, seconds)
+        say(f"State {result.federation.state_hash}")
         others = {name: gain for name, gain in DEMOS[data].others.items() if name != method}
         if others and rounds is None:
             gains = " and ".join(f"--method {name} (about {gain:+d} points)" for name, gain in others.items())
@@ -476,7 +482,7 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
     Raises:
         CommandError: there is no such method, or it cannot run so.
     """
-    from promptfed.shared.methods import method_class, resolve_spec
+    from promptfed.shared.methods import method_class, resolve_spec, with_default_backbone
 
     number = rounds or demo.rounds
     try:
@@ -499,7 +505,7 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
     if demo.class_names:
         spec["class_names"] = list(demo.class_names)
     try:
-        return resolve_spec(spec)
+        return resolve_spec(with_default_backbone(spec, [uri for _, uri in (*demo.clients, demo.unseen)])[0])
     except SpecError as error:
         raise CommandError(str(error), Exit.REFUSED) from None
 

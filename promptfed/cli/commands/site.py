@@ -27,6 +27,7 @@ from promptfed.client_service.state import site_log
 from promptfed.coordinator.settings import Settings as CoordinatorSettings
 from promptfed.sdk.client import PROXY_VARIABLE, CommandError, Exit
 from promptfed.sdk.output import console, print_json, read_federation, say, table, tell
+from promptfed.shared.methods.core.default_backbone import default_backbone
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.service.streams import leave
 from promptfed.shared.spec.spec import BackboneSpec
@@ -411,7 +412,9 @@ UNCHECKED = ClientSettings.model_fields.keys() - CHECKED
 def doctor(
     given: Annotated[dict[str, Any], Made(options_of(ClientSettings, UNCHECKED, required=False))],
     written: Written,
-    model: Annotated[str, typer.Option(help="backbone to load where no coordinator names it")] = "promptfed-tiny",
+    model: Annotated[
+        str | None, typer.Option(help="backbone to load where no coordinator names it; default: what suits the data")
+    ] = None,
     pretrained: Annotated[str, typer.Option(help="its weights")] = "embedded",
     as_json: Json = False,
 ) -> None:
@@ -421,6 +424,7 @@ def doctor(
     if "coordinator" in given:
         refuse(written & {"model", "pretrained"}, "the coordinator names the backbone; leave it out")
     use_backbone_file(given.get("backbone_file"))
+    model = model or default_backbone(None, [given["data"]] if given.get("data") else [])[0]
     examination = Examination.of(BackboneSpec(model=model, pretrained=pretrained), **given)
     examination.run()
     if as_json:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -24,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from promptfed.experiments.bench.entries import BenchEntry, RawSpec
 from promptfed.experiments.bench.protocols import Protocol, Setting, Trial, forget_names
 from promptfed.experiments.simulation.simulation import simulate
+from promptfed.runtime.run_file import data_of
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import commit
@@ -31,8 +31,10 @@ from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import DataError, Source
-from promptfed.shared.data.registry import EMBEDDED, SharedSources
+from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.data.schemes import all_drawn
 from promptfed.shared.files import write_whole
+from promptfed.shared.methods import with_default_backbone
 from promptfed.shared.metrics import Outcomes
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, SpecError, merged
@@ -130,12 +132,16 @@ FORMAT = 3  # of a run's file: another number makes it be run again
 
 @dataclass(frozen=True)
 class Job:
-    """One federation to run: an entry under a seed in one trial of the protocol."""
+    """One federation to run: an entry under a seed in one trial of the protocol.
+
+    ``chosen``: which backbone the spec has, and why, where nobody names one.
+    """
 
     entry: BenchEntry
     seed: int
     trial: Trial
     spec: RawSpec
+    chosen: str | None = None
 
     @property
     def key(self) -> str:
@@ -186,16 +192,21 @@ class Bench:
             for entry in self.entries:
                 for trial in self.protocol.trials(self.setting, seed, entry.personal):
                     if sum(site.role == "trainer" for site in trial.sites) >= entry.least_clients:
-                        jobs.append(Job(entry, seed, trial, self._spec(entry, seed, trial)))
+                        jobs.append(Job(entry, seed, trial, *self._spec(entry, seed, trial)))
         return jobs
 
-    def _spec(self, entry: BenchEntry, seed: int, trial: Trial) -> RawSpec:
-        """The entry's spec. Defaults of a bench: each data set's own template, all clients asked, ``evaluations``."""
+    def _spec(self, entry: BenchEntry, seed: int, trial: Trial) -> tuple[RawSpec, str | None]:
+        """The entry's spec, and `Job.chosen`.
+
+        Defaults of a bench: each data set's own template, all clients asked, ``evaluations``.
+        """
         added = {name: value for name, value in trial.spec.items() if value is not None}
         raw = entry.spec(merged({"name": "bench", "template": None, "seed": seed} | added, dict(self.base)), self.m)
         trainers = sum(site.role == "trainer" for site in trial.sites)
         everybody = {} if raw.get("participation") else {"participation": {"min_clients": trainers}}
-        return merged({"evaluation": {"every": math.ceil(resolve(raw).rounds / self.evaluations)}, **everybody}, raw)
+        raw, chosen = with_default_backbone(raw, data_of(trial.sites))
+        every = math.ceil(resolve(raw).rounds / self.evaluations)
+        return merged({"evaluation": {"every": every}, **everybody}, raw), chosen
 
 
 Progress = Callable[[int, int, Job], None]
@@ -283,7 +294,7 @@ class Runner:
         if not path.exists():
             return False
         uris = [uri for site in job.trial.sites for uri, _ in site.uris()]
-        if all(re.split("[:?]", uri, maxsplit=1)[0] in EMBEDDED for uri in uris):
+        if all_drawn(uris):
             return True
         try:
             now = self._data_of(job)

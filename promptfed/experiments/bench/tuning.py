@@ -21,9 +21,11 @@ from promptfed.runtime.run_file import RunFile
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
+from promptfed.shared.clip import shape_of
 from promptfed.shared.data import DataError
 from promptfed.shared.data.registry import SharedSources
-from promptfed.shared.methods import method_class, method_for
+from promptfed.shared.methods import check_fits, method_class, method_for
+from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.metrics import ZERO_SHOT
 from promptfed.shared.plain_text import counted
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, merged
@@ -137,6 +139,10 @@ class Trials:
     def _expect_fits(self, spec: FederationSpec) -> None:
         if any(site.role == "evaluator" for site in self._run.sites) and not method_for(spec).takes_evaluators:
             raise CommandError("it has no classifier for evaluators, which the run file has", Exit.BAD_INPUT)
+        try:
+            check_fits(method_for(spec), shape_of(self._backbone))
+        except MethodError as error:
+            raise CommandError(str(error), Exit.BAD_INPUT) from None
 
     def spec(self, method: str, rate: float | None = None) -> FederationSpec:
         """The resolved spec. Raises CommandError as `changes`."""

@@ -21,8 +21,8 @@ from promptfed.client_service.training.data import check_scales, in_domain
 from promptfed.client_service.training.trainer import use_precision
 from promptfed.experiments.simulation.processes import Processes, SimulatedClient, fill, images_of
 from promptfed.runtime.processes import Site
-from promptfed.runtime.run_file import check_trainers, with_own_classes
-from promptfed.sdk.backbone import described, open_backbone, resolve
+from promptfed.runtime.run_file import check_trainers, completed, with_own_classes
+from promptfed.sdk.backbone import described, open_backbone, resolve, spelt
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.caches import CacheCost
@@ -79,6 +79,8 @@ def prepare(
         CommandError: the spec, the sites or the backbone cannot be used.
     """
     expect_usable(sites, pool)
+    if not isinstance(raw, FederationSpec):
+        raw = completed(raw if backbone is None else {"backbone": spelt(backbone), **raw}, sites)[0]
     spec = simulated_spec(resolve(raw), sites)
     if backbone is None:
         backbone = open_backbone(spec.backbone, allow_backbone=allow_backbone, device=device)

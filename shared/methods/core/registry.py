@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from threading import RLock
 from typing import Any
 
+from promptfed.shared.methods.core.default_backbone import default_backbone
 from promptfed.shared.methods.core.interface import Method, needs_torch_always
 from promptfed.shared.tensors import TensorSpec
 
@@ -246,6 +247,7 @@ def description(kind: type[Method]) -> dict[str, Any]:
         "hyperparameters": kind.Hyper.model_json_schema(),
         "defaults": kind.defaults,
         "change_per_number": kind.change_per_number,
+        "default_backbone": default_backbone(method)[0],
         "swept_rates": swept_for(kind),
         "needs": {
             "text_tower": kind.needs.text_tower,

@@ -1,4 +1,4 @@
-"""`promptfed data show`: a sheet whose captions can be read, copies, and how grey pictures are read."""
+"""`promptfed data show`: a sheet with captions, copies, how grey pictures are read, and who names the pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pytest
 from PIL import Image, ImageDraw
 from typer.testing import CliRunner, Result
 
+from promptfed.cli.commands import data
 from promptfed.cli.main import app
+from promptfed.shared.data import open_source
+from tests.support.waiting import PATIENCE
 
 NAMES = ("textile of green wool", "textile of red silk", "textile")
 
@@ -92,3 +95,23 @@ def test_a_source_that_is_only_tested_on_shows_its_test_images(tmp_path: Path, c
     assert "Training images are not shown: at level=names" in done.stderr
     assert {caption.split("\n")[-1] for caption in captions} == {"test"}
     assert "there is no part 'all': use train or test" in show("digits", tmp_path, "--part", "all").output
+
+
+def test_it_tells_how_well_each_embedded_backbone_names_the_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "NAMING_SECONDS", 3 * PATIENCE)
+    monkeypatch.setattr(data, "NAMED", 20)
+    uri = "emoji:noto?level=names&only=airplane,pizza,spider,backpack,grapes,hot dog"
+    named = json.loads(show(uri, tmp_path, "--json").stdout)["zero_shot"]
+    assert list(named) == ["promptfed-tiny", "promptfed-emoji", "promptfed-photo"]
+    images = open_source(uri).test
+    assert {one["of"] for one in named.values()} == {len(images)}
+    assert named["promptfed-emoji"]["right"] > 3
+    assert named["promptfed-photo"]["right"] > 3
+    told = " ".join(show(uri, tmp_path).output.split())
+    assert "Named right without training: promptfed-tiny" in told
+    assert f"of {len(images)} test images; a guess 16.7 %." in told
+    assert json.loads(show("emoji-scenes:flat?count=9&test_count=3", tmp_path, "--json").stdout)["zero_shot"] == {}
+    monkeypatch.setattr(data, "NAMING_SECONDS", 0.0)
+    assert "Named right" not in show(uri, tmp_path).output

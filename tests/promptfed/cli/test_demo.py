@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -124,7 +125,7 @@ def test_an_interrupt_stops_everything(sent: int, tmp_path: Path) -> None:
 def test_the_last_line_names_two_others_that_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The federation itself is not run here: its result is as `conduct` returns it."""
     monkeypatch.setattr("promptfed.cli.commands.run.started_services", lambda *given: nullcontext())
-    monkeypatch.setattr("promptfed.cli.commands.run.conduct", lambda *given: None)
+    monkeypatch.setattr("promptfed.cli.commands.run.conduct", Mock())
     monkeypatch.setattr("promptfed.cli.commands.run.show_result", lambda *given: None)
     for own, named in ((), ["fedclipadapter", "promptfl"]), (("--method", "promptfl"), ["fedclipadapter"]):
         result = CliRunner().invoke(app, ["demo", *own])

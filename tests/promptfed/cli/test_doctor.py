@@ -30,7 +30,11 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
     """It has a federation of the embedded backbone in which two classes are to be told apart."""
     with in_thread(tmp_path_factory.mktemp("coordinator") / "data") as server:
         backbone = exports.backbone()
-        about = {"fingerprint": backbone.fingerprint, "shape": shape_of(backbone).model_dump()}
+        about = {
+            "model": "promptfed-tiny",
+            "fingerprint": backbone.fingerprint,
+            "shape": shape_of(backbone).model_dump(),
+        }
         spec = {"name": "pets", "method": {"name": "promptfl", "m": 4}, "class_names": ["cat", "dog"]}
         server.post("/v1/federations", spec | {"backbone": about}, status=201)
         yield server
@@ -196,6 +200,7 @@ def test_what_fails_says_what_to_do(coordinator: InThread, token: Path, pets: Pa
 @pytest.mark.usefixtures("loaded")
 def test_a_method_of_domains_wants_words_for_the_images(coordinator: InThread, pets: Path, tmp_path: Path) -> None:
     spec = {"name": "domains", "method": {"name": "fast_pt"}, "class_names": ["cat", "dog"]}
+    spec |= {"backbone": {"model": "promptfed-tiny"}}
     coordinator.post("/v1/federations", spec, status=201)
     token = tmp_path / "token"
     token.write_text(coordinator.token("domains"))

@@ -314,7 +314,7 @@ def test_a_mapping_stands_in_braces() -> None:
 IMAGES = 100
 
 
-NAMES = ["a", "b"]
+NAMES, TINY = ["a", "b"], {"backbone": {"model": "promptfed-tiny"}}
 
 
 def right(share: float) -> dict[tuple[str, str], Any]:
@@ -334,13 +334,13 @@ class Given:
     seconds: float = 0.0
     ran: list[tuple[Candidate, int, int]] = field(default_factory=list)
     default: FederationSpec = field(
-        default_factory=lambda: resolve_spec({"name": "x", "method": {"name": "promptfl"}, "rounds": 8})
+        default_factory=lambda: resolve_spec({"name": "x", "method": {"name": "promptfl"}, "rounds": 8, **TINY})
     )
 
     def spec(self, method: str) -> FederationSpec:
         if method not in self.best:
             raise CommandError(f"there is no method {method!r}", Exit.BAD_INPUT)
-        spec = {"name": "x", "method": {"name": method}, "rounds": 8, "class_names": NAMES}
+        spec = {"name": "x", "method": {"name": method}, "rounds": 8, "class_names": NAMES} | TINY
         return resolve_spec(spec)
 
     def run(self, candidate: Candidate, rounds: int, seed: int) -> Trial:

@@ -39,7 +39,7 @@ def local(tmp_path: Path) -> Iterator[LocalFederation]:
 def spec(method: str, **changes: Any) -> dict[str, Any]:
     return {
         "name": method.replace("_", "-"), "method": {"name": method} | changes, "rounds": 2,
-        "training": {"learning_rate": 0.02, "batch_size": 4},
+        "training": {"learning_rate": 0.02, "batch_size": 4}, "backbone": {"model": "promptfed-tiny"},
         "participation": {"min_clients": 2, "fraction": 0.5, "draw": "public"},
         "aggregation": {"max_weight_share": 1.0}, "seed": 5,
     }  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import promptfed
-from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.clip import Backbone, load_backbone, shape_of
 from promptfed.shared.data import open_source
 from tests.support import exports
 from tests.support.coordinators import in_thread
@@ -136,7 +136,8 @@ def test_the_same_at_a_coordinator(backbone: Backbone, tmp_path: Path) -> None:
     with in_thread(tmp_path / "data") as server:
         token = server.settings.data_dir / "operator.token"
         with promptfed.connect(server.url, token_file=token) as coordinator:
-            made = coordinator.create({"name": "promptfl", "m": 4}, "styles", rounds=1, class_names=["sun", "anchor"])
+            given = {"rounds": 1, "class_names": ["sun", "anchor"], "backbone": {"model": "promptfed-tiny"}}
+            made = coordinator.create({"name": "promptfl", "m": 4}, "styles", **given)
             assert made.state == "enrolling"
             assert made.status()["backbone"]["fingerprint"] == backbone.fingerprint
             assert len(made.enrolment_token()) > 20
@@ -157,6 +158,15 @@ def test_the_same_at_a_coordinator(backbone: Backbone, tmp_path: Path) -> None:
             promptfed.connect(server.url)
         with pytest.raises(promptfed.CommandError, match="give one"):
             promptfed.connect(server.url, token="x", token_file=token)
+
+
+def test_class_names_follow_from_the_data_where_the_method_needs_them() -> None:
+    data = "symbols:neon?per_class=2&test_per_class=1&only=sun,moon"
+    source = open_source("symbols:chalk?per_class=2&test_per_class=1&only=sun,moon")
+    made = promptfed.run("fedtaskres", [data, source], backbone="promptfed-tiny", rounds=1)
+    assert made.spec["class_names"] == list(source.class_names)
+    with pytest.raises(promptfed.CommandError, match="list the federation's class_names"):
+        promptfed.run("fedtaskres", [data, "symbols:neon?only=sun,cloud"], backbone="promptfed-tiny", rounds=1)
 
 
 def test_what_is_wrong_is_said_in_one_line(backbone: Backbone) -> None:
@@ -241,7 +251,9 @@ def test_a_run_on_a_gpu_is_that_on_the_cpu(spec: dict[str, Any], tmp_path: Path)
     for device in ("cpu", "cuda"):
         with far_device(), waits() as counted:
             method, training = {"name": "promptfl", "m": 2}, {"batch_size": 4}
-            made = promptfed.run(method, data, rounds=1, training=training, device=device, progress=False, **spec)
+            tiny = load_backbone("promptfed-tiny", "embedded", device=device)
+            given = {"rounds": 1, "training": training, "device": device, "backbone": tiny, "progress": False}
+            made = promptfed.run(method, data, **given, **spec)
             answer = made.predict(picture("circle", 1))
             weights = load_file(made.export(tmp_path / device) / "class_weights.safetensors")
             found.append((made.state | weights, answer.probabilities))

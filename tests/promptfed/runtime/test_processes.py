@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from promptfed.client_service.settings import ledger_path
 from promptfed.runtime.processes import (
@@ -225,12 +226,35 @@ clients:
 
 def test_listed_clients_keep_their_order(tmp_path: Path) -> None:
     found = run(tmp_path, LISTED)
-    assert found.spec == {"name": "run", "method": {"name": "promptfl"}, "rounds": 2}
+    backbone = {"model": "promptfed-tiny"}  # of embedded drawings
+    assert found.spec == {"name": "run", "method": {"name": "promptfl"}, "rounds": 2, "backbone": backbone}
     assert found.sites == (
         Site("a", "symbols:sketch"),
         Site("b", "symbols:neon", tests={"target": "symbols:photo"}),
         Site("referee", "symbols:photo", "evaluator"),
     )
+
+
+ROWS = ("fedtaskres", "fedlp", "fedrod")
+
+
+@pytest.mark.parametrize("method", ROWS)
+def test_class_names_are_those_of_the_data_where_the_method_needs_them(tmp_path: Path, method: str) -> None:
+    def names(data: list[str], head: str = "") -> list[str] | None:
+        path = tmp_path / "spec.yaml"
+        clients = [{"name": f"c{number}", "data": uri} for number, uri in enumerate(data)]
+        path.write_text(f"method: {{name: {method}}}\n{head}\n" + yaml.dump({"clients": clients}))
+        return read_run(path).spec.get("class_names")
+
+    two = "symbols:{}?only=sun,moon"
+    assert sorted(names([two.format("neon"), two.format("chalk")]) or []) == ["moon", "sun"]
+    assert names([two.format("neon"), "symbols:chalk?only=sun,cloud"]) is None
+    assert names([two.format("neon")], "class_names: [sun, star]") == ["sun", "star"]
+    assert names([two.format("neon"), "folder:/nowhere/here"]) is None  # said when the data are opened
+
+
+def test_other_methods_take_each_client_s_own_names(tmp_path: Path) -> None:
+    assert "class_names" not in run(tmp_path, LISTED).spec
 
 
 def test_a_counted_entry_numbers_its_clients(tmp_path: Path) -> None:

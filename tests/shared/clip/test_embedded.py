@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from benchmarks.photo_backbone import PLAIN, head_of
+from benchmarks.photo_backbone import PLAIN, captioned, head_of, report
 from promptfed.export.model_card import backbone_files
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone
 from promptfed.shared.clip.embedded import EMBEDDED, KNOWN, ROWS, TABLE, photo, tiny
@@ -94,6 +95,17 @@ def test_its_texts_lie_on_the_classifier_s_rows(backbone: Backbone) -> None:
     texts = backbone.encode_text([PLAIN.format(name) for name in IMAGENET_CLASSNAMES])
     assert (texts @ rows.T).argmax(1).eq(torch.arange(len(rows))).float().mean() > 0.98
     assert (texts * rows).sum(1).mean() > 0.7
+
+
+def test_it_names_photographs_nearly_as_often_as_the_classifier(capsys: pytest.CaptureFixture[str]) -> None:
+    if not captioned():
+        pytest.skip("tuxpaint-stamps-default is not installed")
+    report(*photo.tower.read(None)[-2:])
+    classifier, texts = (
+        [float(share) for share in re.findall(r"([0-9.]+)%", line)] for line in capsys.readouterr().out.splitlines()[:2]
+    )
+    assert classifier == [65.3, 77.1]
+    assert all(own >= 0.95 * known for own, known in zip(texts, classifier, strict=True))
 
 
 @pytest.mark.parametrize("name", EMBEDDED)

@@ -218,7 +218,10 @@ def test_bad_tables_are_refused(tmp_path: Path) -> None:
 
 
 BAD_URIS = [
-    ("pictures:/x", "known are csv, dicom, digits, emoji, emoji-scenes, folder, hf, symbols, torchvision"),
+    (
+        "pictures:/x",
+        "known are csv, dicom, digits, emoji, emoji-scenes, folder, hf, solar, stamps, symbols, torchvision",
+    ),
     ("", "unknown data source"),
     ("digits:/x", "takes nothing before its options"),
     ("digits?domain=green", "domain=green is not known; choose one of plain, inverted"),

@@ -511,6 +511,7 @@ PRIVACY = {"level": "client", "clip": 0.5, "noise_multiplier": 1.0}
 def spec(**changes: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "name": "eyes", "method": {"name": "promptfl", "m": 4}, "rounds": 3, "participation": {"min_clients": 50},
+        "backbone": {"model": "promptfed-tiny"},
         "aggregation": {"weighting": "uniform"}, "privacy": PRIVACY,
     }  # fmt: skip
     return base | changes

@@ -143,6 +143,7 @@ SEED = 11
 def spec(method: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {
         "name": method["name"], "method": method, "rounds": 1, "training": TRAINING,
+        "backbone": {"model": "promptfed-tiny"},
         "participation": {"min_clients": 2}, "template": "a photo of a {}.", "seed": SEED,
     } | changes  # fmt: skip
 

@@ -34,6 +34,7 @@ SITES = tuple(Site(f"site-{number}", DATA.format(number)) for number in range(3)
 SPEC: dict[str, Any] = {
     "name": "small",
     "method": {"name": "fedpgp"},  # has private state
+    "backbone": {"model": "promptfed-tiny"},
     "rounds": 2,
     "training": {"learning_rate": 0.02, "batch_size": 4},
     "participation": {"min_clients": 2, "fraction": 0.6},

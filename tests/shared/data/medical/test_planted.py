@@ -299,6 +299,7 @@ def federation(sites: Sites) -> None:
     """Three sites train for two rounds and choose the better one."""
     names = ", ".join(sorted(set(CLASSES[:3])))
     spec = f"{{name: scans, method: {{name: promptfl, m: 2}}, rounds: 2, class_names: [{names}], start: when_ready, "
+    spec += "backbone: {model: promptfed-tiny}, "
     (sites.out / "scans.yaml").write_text(spec + "selection: {share: 0.3}, participation: {min_clients: 3}}")
     sites.done("federation", "create", sites.out / "scans.yaml")
     clients = []
