@@ -231,11 +231,15 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
     refusal = _refusal_of(request, error)
     registry: Registry = request.app.state.registry
     registry.metrics.refused(refusal.kind, of_update=request.url.path.endswith("/update"))
-    client = getattr(request.state, "client", None)
-    if client is not None and refusal.status < 500:
-        id, name = client
+    client: tuple[str, str] | None = getattr(request.state, "client", None)
+    newcomer: tuple[str, str, str] | None = getattr(request.state, "newcomer", None)
+    if refusal.status < 500:
         try:
-            await clients.record_refusal(registry, id, name, refusal, request.url.path)
+            if client is not None:
+                await clients.record_refusal(registry, client[0], client[1], refusal, request.url.path)
+            elif newcomer is not None:
+                told = clients.record_refused_enrolment
+                await asyncio.to_thread(told, registry, *newcomer, refusal=refusal)
         except (SQLAlchemyError, DatabaseAway, OSError, RegistryClosed, problems.Refusal) as failure:
             log.warning("a refusal could not be written down: %s", type(failure).__name__)
     return refusal.response(request.url.path)

@@ -276,6 +276,7 @@ function sentence(one) {
     case "federation-created": return "created";
     case "federation-state": return `the federation is ${one.state}${one.reason ? `: ${one.reason}` : ""}`;
     case "client-enrolled": return `${one.client ?? one.name} enrolled`;
+    case "enrolment-refused": return `${one.client} cannot join: ${one.detail}`;
     case "phase-opened": return `${where}: ${names(one.asked)} asked`;
     case "clients-asked": return `${where}: ${names(one.asked)} asked too`;
     case "phase-extended": return `${where}: too few answered, extended once`;

@@ -8,7 +8,7 @@ const MOST = 200; // rows of sites that are not invited yet
 
 export class Invite {
   constructor(api, path, failed, planned) {
-    Object.assign(this, { api, path: `${path}/enrolment-tokens`, tokens: [], enrolled: -1 });
+    Object.assign(this, { api, path: `${path}/enrolment-tokens`, tokens: [] });
     this.planned = planned?.length ? planned.slice(0, MOST) : null; // null: not known before the federation is
     this.rows = h("ul", { class: "planned", "aria-label": "Sites to invite" });
     this.made = h("div", { class: "stack", "aria-live": "polite" });
@@ -28,12 +28,13 @@ export class Invite {
     this.element = h("section", { class: "panel", "aria-labelledby": "invitations" }, h("h2", { id: "invitations" }, "Invitations"), this.remark, this.form, this.made, this.gone, this.list, this.listing.element);
   }
 
-  update({ view, clients }) {
+  update({ view, clients, events }) {
     this.element.hidden = ["finished", "failed", "cancelled"].includes(view.state);
     this.view = view;
     this.clients = clients;
-    const moved = clients.length !== this.enrolled;
-    this.enrolled = clients.length;
+    const told = [clients.length, events.filter((one) => one.kind === "enrolment-refused").at(-1)?.id].join();
+    const moved = told !== this.told;
+    this.told = told;
     if (moved) this.listing.run(() => this.#refresh());
   }
 
@@ -80,7 +81,7 @@ export class Invite {
     const standing = (one) => (one.clients.length ? `joined: ${names(one.clients)}` : Date.parse(one.expires_at) < Date.now() ? "expired" : "has not joined yet");
     const line = (one) => [
       [one.name, h("small", { class: "under" }, `${one.client ?? ROLES[one.role ?? ""]}${one.closed ? ", closed" : ""}`)],
-      [standing(one), h("small", { class: "under" }, `${one.uses > 1 ? `${one.used} of ${counted(one.uses, "site")} joined with it, ` : ""}until ${moment(one.expires_at)}`)],
+      [standing(one), one.refused && h("small", { class: "under error" }, `${one.refused.client} cannot join: ${one.refused.detail}`), h("small", { class: "under" }, `${one.uses > 1 ? `${one.used} of ${counted(one.uses, "site")} joined with it, ` : ""}until ${moment(one.expires_at)}`)],
       forOperators(
         one.used === 0 && !one.client ? h("button", { type: "button", class: "slim", "aria-label": `Make ${one.name} anew`, on: { click: () => this.#renew(one) } }, "Make anew") : null,
         h("button", { type: "button", class: "danger slim", "aria-label": `Revoke ${one.name}`, on: { click: () => this.#revoke(one) } }, "Revoke"),

@@ -334,6 +334,15 @@ class MintedToken(BaseModel):
     invitation: Annotated[str | None, Field(description="for `promptfed join`, where an address was given")] = None
 
 
+class RefusedEnrolment(BaseModel):
+    """Why a client could not join."""
+
+    client: str
+    type: str
+    detail: str
+    at: datetime
+
+
 class TokenView(BaseModel):
     """An enrolment token, without its text."""
 
@@ -348,6 +357,7 @@ class TokenView(BaseModel):
     expires_at: datetime
     expired_at: datetime | None = Field(description=EXPIRED_AT)
     clients: list[str] = Field(description="who came by it")
+    refused: RefusedEnrolment | None = Field(description="who was refused last with it, and has not joined since")
 
 
 class TokenPage(BaseModel):

@@ -43,8 +43,11 @@ REFUSED = "Failed to load resource: the server responded with a status of"
 
 
 def make_enrolling(server: InThread) -> None:
-    federation = server.create(name="enrolling", participation={"min_clients": 3})
+    """One site has joined, and another one could not."""
+    federation = server.create(name="enrolling", participation={"min_clients": 4})
     server.enrol(federation, "hospital-a", domain={"name": "neon", "description": "a neon sign of a {}"})
+    client, token = server.client(federation, "hospital-b"), server.token(federation, name="hospital-b", uses=1)
+    assert client.enrol(token, num_samples=0).status_code == 422
 
 
 def make_ready(server: InThread) -> None:
@@ -188,7 +191,9 @@ def dialogs(page: Page, server: InThread) -> Iterator[str]:
     """What opens on a click: an invitation, questions, folded panels."""
     shown(page, "enrolling")
     expect(page.get_by_role("button", name="Start", exact=True)).to_be_disabled()
-    page.get_by_text("It can start once 3 sites that train have joined; 1 has so far.").wait_for()
+    page.get_by_text("It can start once 4 sites that train have joined; 1 has so far.").wait_for()
+    refused = page.get_by_role("region", name="Invited sites").get_by_role("row", name="hospital-b")
+    expect(refused).to_contain_text("hospital-b cannot join: a trainer needs at least one training sample")
     page.get_by_role("button", name="Create 2 invitations").click()
     page.get_by_label("Invitation for site-1, shown only now").wait_for()
     yield "enrolling-invitation"

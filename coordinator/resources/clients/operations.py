@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
@@ -23,7 +24,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.opening import digest
 from promptfed.coordinator.store.queries import Row
-from promptfed.coordinator.store.tables import ClientRow, TokenRow
+from promptfed.coordinator.store.tables import ClientRow, EventRow, TokenRow
 from promptfed.shared.messages import ENDED, MOST_PEERS, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes
@@ -466,6 +467,33 @@ class _Refused:
         """Count it."""
         change.batch.refuse(self.federation, self.client, self.about)
         return True
+
+
+REFUSED = "enrolment-refused"  # the event
+MOST_REFUSED = 500  # events of a federation: names are the newcomers' choice
+
+
+def record_refused_enrolment(
+    registry: Registry, id: str, name: str, token_digest: str, refusal: problems.Refusal
+) -> None:
+    """Tell operators why a newcomer cannot join, by an event: often only they can mend it.
+
+    A client that tries again and again makes one.
+    """
+    with registry.change(id) as change:
+        token = change.federation.tokens.get(token_digest)
+        known = [told for told, _ in refused_enrolments(change.session, id)]
+        if token is None or len(known) >= MOST_REFUSED:
+            return
+        about = {"client": name, "token": token.name, "type": refusal.kind, "detail": refusal.detail[:2000]}
+        if about != next((one for one in known if one["client"] == name), None):
+            change.emit(REFUSED, **about)
+
+
+def refused_enrolments(session: Session, id: str) -> list[tuple[dict[str, Any], str]]:
+    """What newcomers were refused, and when, the last one first."""
+    query = select(EventRow.data, EventRow.at).where(EventRow.federation_id == id, EventRow.kind == REFUSED)
+    return [(data, at) for data, at in session.execute(query.order_by(EventRow.id.desc()))]
 
 
 def _close_tokens(change: Change, client: str, token_id: str | None) -> None:

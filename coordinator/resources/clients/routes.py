@@ -90,6 +90,7 @@ async def post_client(request: Request) -> Response:
     registry.committer.notice()
     with registry.committer.coming():
         asked = await json_body(request, EnrolRequest)
+        request.state.newcomer = federation.id, asked.name, token  # whose refusal operators see
         check_certificate(request, asked.name)
         client, new = await operations.enrol(registry, federation.id, asked, token)
     known = EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name, release=RELEASE)

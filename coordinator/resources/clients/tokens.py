@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
+from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -13,7 +14,7 @@ from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.recovery import token_of
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.resources.clients.operations import client_name
+from promptfed.coordinator.resources.clients.operations import client_name, refused_enrolments
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.opening import digest, new_token
 from promptfed.coordinator.store.tables import ClientRow, TokenRow
@@ -102,12 +103,15 @@ def page(session: Session, federation: Federation, limit: int, after: str | None
         by_token.with_only_columns(ClientRow.token_id, ClientRow.name).order_by(ClientRow.name)
     ):
         came.setdefault(token_id, []).append(name)
-    return TokenPage(tokens=[_view(row, came.get(row.id, [])) for row in shown], next=following)
+    refused = {told["token"]: told | {"at": at} for told, at in reversed(refused_enrolments(session, federation.id))}
+    views = [_view(row, came.get(row.id, []), refused.get(row.name), federation) for row in shown]
+    return TokenPage(tokens=views, next=following)
 
 
-def _view(row: TokenRow, clients: list[str]) -> TokenView:
-    stored = {name: getattr(row, name) for name in TokenView.model_fields if name != "clients"}
-    return TokenView.model_validate({**stored, "clients": clients})
+def _view(row: TokenRow, clients: list[str], refused: dict[str, Any] | None, federation: Federation) -> TokenView:
+    stored = {name: getattr(row, name) for name in TokenView.model_fields if name not in ("clients", "refused")}
+    waits = refused is not None and refused["client"] not in federation.clients and refused["at"] >= row.created_at
+    return TokenView.model_validate({**stored, "clients": clients, "refused": refused if waits else None})
 
 
 def revoke(registry: Registry, id: str, token: str) -> None:

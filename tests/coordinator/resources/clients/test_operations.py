@@ -71,6 +71,39 @@ def test_what_is_wrong_is_refused(coordinator: InThread, change: dict[str, Any],
     assert len(coordinator.get(f"{federation}/clients")["clients"]) == 1
 
 
+@pytest.mark.both_databases
+def test_operators_see_at_its_invitation_why_a_site_cannot_join(coordinator: InThread) -> None:
+    federation = coordinator.create(class_names=["circle", "square"])
+    path, token = f"{federation}/enrolment-tokens", coordinator.token(federation, name="ward", uses=2)
+    coordinator.token(federation, name="other")
+
+    def enrol(name: str, **change: Any) -> int:
+        body = enrolment(name, class_names=["circle"]) | change
+        url = f"/v1/federations/{federation}/clients"
+        return coordinator.http.post(url, json=body, headers=bearer(token)).status_code
+
+    def refused() -> dict[str, dict[str, Any] | None]:
+        return {one["name"]: one["refused"] for one in coordinator.get(path)["tokens"]}
+
+    for _ in range(3):  # a service that starts again and again
+        assert enrol("a", class_names=["cricle"]) == 422
+    assert refused()["other"] is None
+    assert (seen := refused()["ward"]) is not None
+    assert (seen["client"], seen["type"]) == ("a", "unknown-class")
+    assert "nearest: 'circle'" in seen["detail"]
+    with coordinator.registry.database.read() as session:
+        assert len(operations.refused_enrolments(session, federation)) == 1
+    assert enrol("a", num_samples=0) == 422
+    assert (seen := refused()["ward"]) is not None
+    assert seen["type"] == "no-samples"
+    assert enrol("a") == 201
+    assert refused()["ward"] is None
+    assert enrol("b", num_samples=0) == 422
+    coordinator.http.delete(f"/v1/federations/{path}/ward", headers=coordinator.operator)
+    coordinator.token(federation, name="ward")
+    assert refused() == {"other": None, "ward": None}, "made anew"
+
+
 @pytest.mark.parametrize(
     ("spoken", "version", "who"),
     [
