@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,11 @@ from promptfed.shared.tensors.torch_tensors import decode, encode
 
 PATIENCE = 300.0  # seconds until a test is taken to hang: a bound, not a measure of speed
 SHAPE = {"d_t": 8, "d_e": 8, "d_v": 8}
+WHOLE_SHAPE = SHAPE | {
+    "text_layers": 12, "vision_layers": 12, "context_length": 77, "patch_size": 4, "patch_tokens": 4, "positions": 5,
+    "mlp_width": 16, "heads_v": 2, "heads_t": 2,
+}  # fmt: skip
+"""A backbone that every method takes."""
 FINGERPRINT = "sha256:" + "ab" * 32
 DEADLINE = 3600.0  # seconds that a phase is open: a machine that stands still for a while ends none, tests leap
 ASKED_FOR = {"aggregators": ("aggregator",)}  # by phase; elsewhere all that came down goes up
@@ -39,6 +45,8 @@ def spec(**changes: Any) -> dict[str, Any]:
         "participation": {"min_clients": 2, "deadline_seconds": DEADLINE},
         "seed": 7,
     }
+    if isinstance(named := changes.get("method"), dict) and named.get("name", "promptfl") != "promptfl":
+        base["method"] = {}  # whose options are others
     return merged(base, changes)
 
 
@@ -66,9 +74,20 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}", PROTOCOL: str(VERSION)}
 
 
-def trained(tensors: Tensors, name: str, task: dict[str, Any]) -> Tensors:
-    """A deterministic "training": the payload plus noise that depends on client, round and phase alone."""
+Expected = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of each tensor that an update holds."""
+
+
+def trained(tensors: Tensors, name: str, task: dict[str, Any], expected: Expected | None = None) -> Tensors:
+    """A deterministic "training": the payload plus noise that depends on client, round and phase alone.
+
+    ``expected``: what goes up, where it is not what came down; what is no part of the payload begins at zero.
+    """
     draws = generator(0, task["round"], name, task["phase"])
+    if expected is not None:
+        start = {key: torch.zeros(shape, dtype=getattr(torch, dtype)) for key, (shape, dtype) in expected.items()}
+        start |= {key: tensors[key] for key in start if key in tensors and tensors[key].shape == start[key].shape}
+        return {key: one + (0.1 * torch.randn(one.shape, generator=draws)).to(one.dtype) for key, one in start.items()}
     wanted = ASKED_FOR.get(task["phase"], tuple(tensors))
     return {key: tensors[key] + torch.randn(tensors[key].shape, generator=draws) for key in wanted}
 
@@ -88,6 +107,7 @@ class ScriptedClient:
     name: str
     accuracy: float = 0.5
     sent: dict[str, bytes] = field(default_factory=dict)
+    expected: Callable[[str], Expected] | None = None  # by phase
 
     @property
     def path(self) -> str:
@@ -132,7 +152,8 @@ class ScriptedClient:
             return self.evaluate(task)
         # As the protocol asks of clients: what was made once is sent again, never made again.
         if task["task_id"] not in self.sent:
-            self.sent[task["task_id"]] = update_body(trained(self.payload(task), self.name, task), task)
+            expected = self.expected(task["phase"]) if self.expected is not None else None
+            self.sent[task["task_id"]] = update_body(trained(self.payload(task), self.name, task, expected), task)
         return self.send(task, self.sent[task["task_id"]])
 
     def work(self, until: float = PATIENCE) -> bool:
@@ -145,7 +166,8 @@ class ScriptedClient:
             if response.status_code == 204:
                 return False
             response.raise_for_status()
-            self.answer(response.json()).raise_for_status()
+            answered = self.answer(response.json())
+            assert answered.is_success, answered.text
         raise AssertionError("the federation does not end")
 
 

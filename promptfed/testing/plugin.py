@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.library.result import Result
 from promptfed.library.run import Methodlike, run
 from promptfed.sdk.arguments import checked
-from promptfed.testing.clients import ScriptedClient, drive
+from promptfed.testing.clients import CLASSES, WHOLE_SHAPE, Expected, ScriptedClient, drive
 from promptfed.testing.coordinator import LocalCoordinator, local_coordinator
 
 TINY_DATA = {
@@ -60,17 +62,30 @@ def coordinator(tmp_path: Path) -> Iterator[LocalCoordinator]:
 def enrolled(coordinator: LocalCoordinator) -> Enrol:
     """Create a federation with scripted clients: ``enrolled("a", "b", method={"name": "plan"}, rounds=3)``.
 
-    The names default to two clients. The other arguments are keys of the federation's spec.
+    The names default to two clients, each with a domain of its own; they take part in every method. The other arguments
+    are keys of the federation's spec, whose class names default to three.
     """
 
     @checked
     def make(*names: str, **changes: Any) -> EnrolledFederation:
-        federation = coordinator.create(**changes)
-        return EnrolledFederation(
-            coordinator, federation, coordinator.enrol(federation, *(names or ("first", "second")))
-        )
+        federation = coordinator.create(**{"class_names": CLASSES} | changes)
+        known = coordinator.registry.get(federation)
+        fitting = {"class_names": known.spec.class_names or CLASSES, "backbone_shape": WHOLE_SHAPE}
+        clients = []
+        for name in names or ("first", "second"):
+            domain = {"name": name, "description": f"a photo from {name} of a {{}}"}
+            clients += coordinator.enrol(federation, name, domain=domain, **fitting)
+            clients[-1].expected = partial(_expected, coordinator.registry, federation, name)
+        return EnrolledFederation(coordinator, federation, clients)
 
     return make
+
+
+def _expected(registry: Registry, id: str, client: str, phase: str) -> Expected:
+    """What goes up in a phase by the method's own word."""
+    federation, spec = registry.get(id), registry.get(id).spec
+    phases = {one.name: one for round in (1, 2, spec.rounds) for one in federation.method.phases(round, spec.rounds)}
+    return federation.method.expected_update(phases[phase], federation.clients[client].info(), federation.context())
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from promptfed.shared.methods import METHODS
 from promptfed.testing import drive, local_coordinator
 from promptfed.testing.plugin import Enrol
 from tests import ROOT
@@ -49,6 +50,18 @@ def test_a_stopped_coordinator_answers_nothing_and_its_store_goes_on(tmp_path: P
         coordinator.get(federation)
     with local_coordinator(tmp_path) as again:
         assert again.get(federation)["state"] == "enrolling"
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_enrolled_clients_take_part_in_every_method(enrolled: Enrol, method: str) -> None:
+    federation = enrolled("a", "b", method={"name": method}, rounds=3)
+    assert federation.finish()["state"] == "finished"
+
+
+def test_enrolled_clients_have_the_spec_s_classes(enrolled: Enrol) -> None:
+    for names in (["cat", "dog"], None):
+        federation = enrolled(method={"name": "promptfl", "m": 2}, class_names=names, name=f"of-{names is None}")
+        assert federation.finish()["state"] == "finished"
 
 
 def test_a_call_with_another_status_fails_with_the_answer(enrolled: Enrol) -> None:
