@@ -6,12 +6,14 @@ import asyncio
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.app import create_app, lifespan
+from promptfed.coordinator.http.bodies import NOTHING, JsonBody
 from promptfed.coordinator.server import _bind
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.database import CannotOpen
@@ -55,6 +57,15 @@ def test_tokens_are_not_kept_as_they_are(coordinator: InThread, tokens: dict[str
     assert b"stranger" in stored
     for name in ("enrolment", "client", "operator", "client elsewhere"):
         assert tokens[name].encode() not in stored, name
+
+
+@pytest.mark.parametrize("header", [[], [(b"authorization", b"Basic YTpi")], [(b"authorization", b"Bearer ")]])
+def test_nothing_is_read_of_a_body_without_a_token(header: list[tuple[bytes, bytes]]) -> None:
+    async def receive() -> Any:
+        raise AssertionError("the body was asked for")
+
+    body = JsonBody({"type": "http", "headers": header}, receive, 1.0)
+    assert asyncio.run(body()) == NOTHING
 
 
 def test_malformed_headers_are_no_tokens(coordinator: InThread) -> None:

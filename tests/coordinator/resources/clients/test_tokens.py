@@ -292,3 +292,45 @@ def test_a_log_that_was_tampered_with_is_found_out(coordinator: InThread) -> Non
         session.execute(text("UPDATE audit_log SET address = '10.0.0.1' WHERE number = 3"))
     with pytest.raises(BrokenChain, match="entry 3 was changed"):
         check_chain(log(coordinator))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_pages_joined_are_the_whole_of_every_list(coordinator: InThread, size: int) -> None:
+    federation = coordinator.create(name="first")
+    coordinator.create(name="second")
+    coordinator.create(name="third")
+    coordinator.enrol(federation, "a", "b", "c")
+    for name in ("anna", "otto", "vera"):
+        named(coordinator, name, "viewer")
+    own = f"/v1/federations/{federation}"
+    lists = {
+        "/v1/federations": ("federations", 3), f"{own}/clients": ("clients", 3),
+        f"{own}/enrolment-tokens": ("tokens", 1), "/v1/operators": ("operators", 3),
+        "/v1/audit-log": ("entries", 10),
+    }  # fmt: skip
+    for path, (key, least) in lists.items():
+        whole = coordinator.get(path, params={"limit": 1000})
+        joined, after, pages = [], {}, 0
+        while after is not None:
+            page = coordinator.get(path, params={"limit": size} | after)
+            joined += page[key]
+            assert 0 < len(page[key]) <= size, path
+            assert len(joined) <= len(whole[key]), path
+            after, pages = ({"after": page["next"]} if page["next"] is not None else None), pages + 1
+        assert joined == whole[key], path
+        assert whole["next"] is None
+        assert (len(joined), pages) == (len(whole[key]), -(-len(whole[key]) // size)), path
+        assert len(joined) >= least, path
+
+
+def test_a_stream_ends_once_its_operator_is_revoked(coordinator: InThread) -> None:
+    federation, otto = coordinator.create(), named(coordinator, "otto", "viewer")
+    path = f"/v1/federations/{federation}/events"
+    # At once: not when something happens, nor at the next look after a minute.
+    with coordinator.http.stream("GET", path, headers=otto, timeout=20) as events:
+        lines = events.iter_lines()
+        assert next(lines).startswith("event:")
+        coordinator.delete("/v1/operators/otto")
+        for _ in lines:
+            pass
+    assert coordinator.http.get(f"/v1/federations/{federation}", headers=otto).status_code == 401
