@@ -12,8 +12,9 @@ import torch
 from torch.nn import functional as F
 
 from promptfed.shared.clip import load_backbone
-from promptfed.shared.methods import METHODS, resolve_spec
+from promptfed.shared.methods import METHODS, make_method, resolve_spec
 from promptfed.shared.methods.core.context import PLAIN, WordsHyper
+from promptfed.shared.methods.core.default_backbone import suitable
 from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, ServerContext, template_features
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape
@@ -50,8 +51,9 @@ def round_zero(name: str, context: ClientContext, **hyper: Any) -> torch.Tensor:
         return classifier.logits(context.train, torch.arange(len(context.train.labels)))
 
 
-@pytest.mark.parametrize("model", ["promptfed-tiny", "promptfed-emoji"])
-@pytest.mark.parametrize("name", AT_THE_TEMPLATE)
+@pytest.mark.parametrize(
+    ("name", "model"), [(name, model) for name in AT_THE_TEMPLATE for model in suitable(make_method({"name": name}))]
+)
 def test_round_zero_is_zero_shot(name: str, model: str, make_context: Make) -> None:
     backbone = load_backbone(model, "embedded")
     features = F.normalize(torch.randn(9, backbone.d_e, generator=torch.Generator().manual_seed(2)), dim=-1)
