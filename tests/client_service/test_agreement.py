@@ -768,6 +768,7 @@ def test_where_no_noise_helps_is_withheld(why: str, make: Make, own: Settings, a
     assert [one.split for one in Ledger(own.ledger_file).spends()] == ["train"]
 
 
+@pytest.mark.door
 def test_the_stricter_of_federation_and_owner_says_what_leaves() -> None:
     method, tuned = make_method({"name": "promptfl"}), make_method({"name": "promptfl_ft"})
 

@@ -153,10 +153,13 @@ def test_one_that_outweighs_all_is_refused_by_name(coordinator: InThread, names:
 
 
 def test_who_is_too_heavy() -> None:
-    rule = Weighting(weighting="samples")
+    rule, uncapped = Weighting(weighting="samples"), Weighting(weighting="samples", max_weight_share=1.0)
     assert too_heavy({"a": 10**9, "b": 10, "c": 10}, rule) == ["a"]
     assert too_heavy({"a": 10**9, "b": 10, "c": 10, "d": 10}, rule) == ["a"]
-    assert too_heavy({"a": 12, "b": 10, "c": 10}, rule) == []
+    assert too_heavy({"a": 10**9, "b": 10**6, "c": 10, "d": 10, "e": 10}, uncapped) == ["a", "b"]
+    assert too_heavy({"a": 10**9, "b": 10**6, "c": 10**3, "d": 1}, rule) == ["a"], "too few are left: one is named"
+    assert too_heavy({"a": 20, "b": 10, "c": 10}, rule) == [], "as much as the others together"
+    assert too_heavy({"a": 21, "b": 10, "c": 10}, rule) == ["a"]
     assert too_heavy(dict.fromkeys("abc", 10**9), rule) == []
     assert too_heavy({"a": 10**9, "b": 10, "c": 10}, Weighting(weighting="uniform")) == []
 
@@ -164,5 +167,6 @@ def test_who_is_too_heavy() -> None:
 def test_identities_of_small_order_are_none() -> None:
     assert is_identity(public_identity(new_identity()))
     y8 = "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc"
-    for key in (*SMALL_ORDER[:5], y8 + "05", y8 + "85", bytes(31).hex() + "80"):
+    minus8 = "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a"  # as RFC 8032 writes the field's −y
+    for key in (*SMALL_ORDER[:5], y8 + "05", y8 + "85", minus8, bytes(31).hex() + "80"):
         assert not is_identity(bytes.fromhex(key))

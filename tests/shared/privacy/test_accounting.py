@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,10 +98,85 @@ def test_what_protects_nothing_is_bounded_without_filling_the_memory() -> None:
     )
 
 
-@pytest.mark.parametrize("z", [0.0, 0.29, 1001.0, math.inf, math.nan])
-def test_noise_out_of_bounds_is_refused(z: float) -> None:
-    with pytest.raises(accounting.PrivacyError):
-        accounting.Event("gaussian", 0.1, z, 1)
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        *((("gaussian", 0.1, z, 1), "noise") for z in (0.0, 0.29, 1000.1, math.inf, math.nan)),
+        *((("laplace", 1.0, a, 1), "noise") for a in (0.0, -1.0, math.inf, math.nan)),
+        (("gaussian", 0.1, 1.0, 0), "0 times"),
+        (("gaussian", 0.0, 1.0, 1), "sampling probability"),
+        (("gaussian", 1.1, 1.0, 1), "sampling probability"),
+        (("laplace", 0.5, 1.0, 1), "sampling probability"),
+        (("cauchy", 1.0, 1.0, 1), "no mechanism"),
+    ],
+)
+def test_what_cannot_be_accounted_for_is_refused(event: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(accounting.PrivacyError, match=words):
+        accounting.Event(*event)
+
+
+def test_what_is_just_within_the_bounds_is_taken() -> None:
+    for z in (0.3, 1000.0):
+        accounting.Event("gaussian", 1.0, z, 1)
+    accounting.Event("laplace", 1.0, 0.01, 1)
+    for delta, units in ((1e-10, 5), (0.99, 1)):
+        accounting.check_delta(delta, units)
+    for delta, units in ((0.99e-10, 5), (0.2, 5), (1e-3, 0)):
+        with pytest.raises(accounting.PrivacyError):
+            accounting.check_delta(delta, units)
+
+
+# The searches, on an ε that is known in one's head: q·T/z, and a little more where it is computed finely.
+
+
+@pytest.fixture
+def plain_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cost(events: list[accounting.Event], delta: float, interval: float = accounting.RECORDED) -> float:
+        return sum(event.q * event.count / event.z for event in events) + (0 if interval == accounting.COARSE else 1e-4)
+
+    monkeypatch.setattr(accounting, "epsilon_of", cost)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "q", "steps", "z"),
+    [
+        (2.0, 1.0, 20, 10.001),  # 10 fits coarsely and not finely
+        (100.0, 0.01, 1, 0.3),  # less than the least noise would do
+        (2.0001, 0.5, 7, 1.75),
+        (1.0001, 1.0, 1000, 1000.0),  # the most noise that there may be
+    ],
+)
+def test_calibration_finds_the_least_noise(plain_cost: None, epsilon: float, q: float, steps: int, z: float) -> None:
+    assert accounting.calibrate(epsilon, 1e-4, q, steps) == pytest.approx(z, abs=1e-9)
+    with pytest.raises(accounting.PrivacyError, match="1000 times the clip"):
+        accounting.calibrate(0.99, 1e-4, 1.0, 1000)
+
+
+@pytest.mark.parametrize(
+    ("per_round", "rounds", "epsilon", "allowed"),
+    [(1, 9, 8.1, 8), (2, 9, 8.1, 4), (1, 8, 8.1, 8), (1, 9, 1.1, 1), (3, 9, 3.1, 1)],
+)
+def test_as_many_rounds_as_fit(plain_cost: None, per_round: int, rounds: int, epsilon: float, allowed: int) -> None:
+    assert accounting.budget_rounds(1.0, 1.0, per_round, rounds, epsilon, 1e-4) == allowed
+    with pytest.raises(accounting.PrivacyError, match=r"one round .* costs ε = 6 "):
+        accounting.budget_rounds(0.5, 1.0, 3, rounds, 5.9, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("simple", "steps", "exact"), [(1.0, 5, True), (400.0, 10**6, True), (400.1, 5, False), (1.0, 10**6 + 1, False)]
+)
+def test_a_loss_that_would_need_too_much_is_bounded_simply(
+    simple: float, steps: int, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounting, "_simple_bound", lambda events, delta: simple)
+    monkeypatch.setattr(accounting, "_by_pld", lambda *_: -1.0)
+    events = (accounting.Event("gaussian", 1.0, 2.0, steps),)
+    assert accounting._composed.__wrapped__(events, 1e-5, 1e-3) == (-1.0 if exact else simple)
+    # For replace-one neighbours from a quarter of it on: ρ-zCDP with ρ = T·(2/z)²/2.
+    monkeypatch.setattr(accounting, "epsilon_of", lambda *_: simple / 4)
+    rho = steps * (2 / 2.0) ** 2 / 2
+    bound = rho + 2 * math.sqrt(rho * math.log(1e5))
+    assert accounting._of_sums(events, 1e-5, 1e-3) == (-1.0 if exact else pytest.approx(bound))
 
 
 def test_delta_and_the_event_of_a_training_loop() -> None:
@@ -194,3 +270,21 @@ def test_discrete_draws_are_exact() -> None:
     laplace = [stream.discrete_laplace(0.5) for _ in range(20_000)]
     assert fits(laplace, lambda k: math.exp(-abs(k) / 2), 10) > 1e-4
     assert Counter(stream.below(5) for _ in range(10_000)).keys() == {0, 1, 2, 3, 4}
+
+
+def test_what_a_seed_draws_stays_the_same() -> None:
+    """Seeded runs are published: the same key, words and draws, in this order, for ever."""
+    drawn = SeededNoise(1).stream("golden", 2)
+    assert SeededNoise(1).key("a", 1).hex().startswith("d9903797b573cedb")
+    assert drawn.words(2).tolist() == [3827208137065927210, 4323875232975081932]
+    assert drawn.uniforms(3).tolist() == pytest.approx([0.083239957, 0.821441074, 0.169904113], abs=1e-9)
+    assert drawn.normals(3).tolist() == pytest.approx([0.980617694, -0.419564933, 0.773304806], abs=1e-9)
+    assert drawn.poisson_sample(40, 0.2).tolist() == [11, 14, 15, 16, 23, 25, 26, 38]
+    bounds = (1, 2, 10, 1 << 64, (1 << 64) + 5)
+    assert [drawn.below(n) for n in bounds] == [0, 1, 1, 14768576206116252608, 5665784974404674883]
+    assert [drawn.discrete_laplace(0.25) for _ in range(12)] == [2, -6, 1, -16, 1, 1, -4, -4, 1, -1, -1, 2]
+    assert [i for i in range(40) if drawn.discrete_laplace(3.0)] == [11, 17]
+    assert [i for i in range(30) if drawn._exp(5, 2)] == [0, 5, 11, 29]
+    for bound in (0, -1):
+        with pytest.raises(ValueError, match="no number is below"):
+            drawn.below(bound)

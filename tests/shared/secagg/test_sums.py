@@ -155,6 +155,37 @@ def test_a_heavy_weight_or_too_small_a_set_is_refused() -> None:
     assert "uniform" in refusal("policy-share", heavy[0].mask, opening.mask_job(made, at, shares).model_dump_json())
 
 
+@pytest.mark.parametrize(
+    ("limits", "kind"),
+    [
+        ({}, None),
+        ({"max_own_share": 0.4}, None),  # 2 of 5
+        ({"max_own_share": 0.399}, "policy-share"),
+        ({"min_effective": 25 / 7}, None),  # (2 + 1 + 1 + 1)² / (4 + 1 + 1 + 1)
+        ({"min_effective": 25 / 7 + 1e-9}, "policy-effective"),
+        ({"minimum": 4}, None),
+        ({"minimum": 5}, "policy-minimum"),
+        ({"verified": 2, "unverified": 1}, None),
+        ({"verified": 3, "unverified": 1}, "policy-peers"),
+    ],
+)
+def test_a_sum_is_held_against_every_condition_of_the_site(limits: dict[str, float], kind: str | None) -> None:
+    clients = sums.members(4, 3, SPEC, [20_000, 10_000, 10_000, 10_000])
+    made, _ = messages.make_roster([client.entry for client in clients], SPEC, sums.BY_SAMPLES)
+    heavy, *others = (bytes.fromhex(client.entry.entry.identity_key) for client in clients)
+    peers = (
+        frozenset(primitives.fingerprint(key) for key in (heavy, *others[:2])) if "verified" in limits else frozenset()
+    )
+    own = member.Limits(**{"max_own_share": 0.5, "min_effective": 2.0} | limits, peers=peers)
+    place = made.place_of(clients[0].entry.entry)
+    if kind is None:
+        assert member.expect_set(made, range(4), place, own) == {0, 1, 2, 3}
+    else:
+        refusal(kind, member.expect_set, made, range(4), place, own)
+    for wrong in ([0, 1, 2, 4], [1, 0, 2, 3], [0, 1, 1, 2, 3], [other for other in range(4) if other != place]):
+        refusal("bad-roster", member.expect_set, made, wrong, place, own)
+
+
 def masked(count: int = 5) -> tuple[list[sums.Member], messages.Roster, dict[int, messages.SharesAnswer]]:
     clients, made, shares = sharing(count)
     for place, client in enumerate(clients):
@@ -285,6 +316,10 @@ def test_shares_without_just_their_commitments_are_refused() -> None:
             "bad-exchange", opening.check_shares, made, 0, shares[0].model_copy(update={"commitments": commitments})
         )
 
+    other = shares[0].model_copy(update={"roster_sha256": "0" * 64})
+    assert "another roster" in refusal("wrong-roster", opening.check_shares, made, 0, other)
+    opening.check_shares(made, 0, shares[0])
+
 
 def test_an_entry_s_digest_follows_every_field() -> None:
     entry = sums.members(1, 1, SPEC)[0].entry.entry
@@ -308,6 +343,8 @@ def test_a_key_of_small_order_is_refused() -> None:
     with pytest.raises(SecureError) as refused:
         primitives.agree(primitives.new_pair(), bytes(32))
     assert refused.value.kind == "bad-roster"
+    assert "X25519" in refusal("bad-roster", primitives.expect_exchange_key, bytes(32))
+    primitives.expect_exchange_key(primitives.public_of(primitives.new_pair()))
 
 
 def test_identities_are_those_of_rfc_8032() -> None:
@@ -550,7 +587,15 @@ def test_an_update_in_the_clear_is_told_from_a_masked_one() -> None:
     some = torch.randn(100, generator=torch.Generator().manual_seed(2))
     clear = sums.encode_change({"x": some.numpy()}, {}).view(np.uint64)
     assert primitives.looks_unmasked(clear)
-    assert not primitives.looks_unmasked(clear[:10])
+    assert [primitives.looks_unmasked(clear[:size]) for size in (63, 64)] == [False, True]
+    least, most, large = -(1 << 60), (1 << 60) - 1, 1 << 60
+
+    def looks(small: int, words: tuple[int, int] = (least, most)) -> bool:
+        cut = np.array([*(words * 50)[:small], *[large] * (100 - small)], np.int64)
+        return primitives.looks_unmasked(cut.view(np.uint64))
+
+    assert [looks(50), looks(51), looks(100)] == [False, True, True], "more than half"
+    assert not looks(100, (least - 1, large)), "just no small words"
 
 
 def test_weights_keep_their_ratio() -> None:
