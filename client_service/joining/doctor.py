@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from promptfed.client_service.exits import ClientError
+import httpx
+
+from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import SentLog
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
@@ -128,10 +130,32 @@ class Examination:
             return None
         token_file = self.settings.enrolment_token_file
         if "federation" in self.missing or token_file is None:
-            advice = "give --federation and --enrolment-token-file, to check whether this machine can join"
-            self.checks.append(Check("coordinator", "warn", "not asked", advice))
+            self._try("coordinator", self._reach)
             return None
         return self._try("coordinator", lambda: self._ask(token_file))
+
+    def _reach(self) -> None:
+        """Name, port, certificate and the coordinator behind them, for which no token is needed."""
+        settings = self.settings
+
+        address = settings.first_coordinator
+
+        async def ask() -> httpx.Response:
+            async with open_http(settings) as http:
+                coordinator = CoordinatorClient(http, address, settings.federation)
+                try:
+                    return await http.get(f"{address}/healthz", timeout=ANSWER_SECONDS)
+                except httpx.HTTPError as error:
+                    raise coordinator.unreachable(error) from None
+
+        answer = asyncio.run(ask())
+        if not answer.is_success or b'"ok"' not in answer.content:
+            told = f"{answer.status_code} {answer.reason_phrase}"
+            raise ClientError(Exit.UNREACHABLE, f"{address} answers /healthz with {told}, as no coordinator does")
+        trusted = ", and its certificate is trusted" if address.startswith("https:") else ""
+        text = f"{address} answers{trusted}"
+        advice = "give --federation and --enrolment-token-file, to check whether this machine can join"
+        self.checks.append(Check("coordinator", "pass", f"{text}; not asked about a federation", advice))
 
     def _ask(self, token_file: Path) -> EnrolmentInfo:
         settings, token = self.settings, read_token(token_file, "enrolment token")

@@ -415,7 +415,9 @@ def doctor(
     model: Annotated[
         str | None, typer.Option(help="backbone to load where no coordinator names it; default: what suits the data")
     ] = None,
-    pretrained: Annotated[str, typer.Option(help="its weights")] = "embedded",
+    pretrained: Annotated[
+        str | None, typer.Option(help="its weights; default: embedded, or those that the model brings")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check data, GPU, backbone and coordinator, and show what would leave this machine, without joining."""
@@ -425,7 +427,8 @@ def doctor(
         refuse(written & {"model", "pretrained"}, "the coordinator names the backbone; leave it out")
     use_backbone_file(given.get("backbone_file"))
     model = model or default_backbone(None, [given["data"]] if given.get("data") else [])[0]
-    examination = Examination.of(BackboneSpec(model=model, pretrained=pretrained), **given)
+    own = None if ":" in model else BackboneSpec().pretrained  # hf-hub:, local-dir:
+    examination = Examination.of(BackboneSpec(model=model, pretrained=pretrained or own), **given)
     examination.run()
     if as_json:
         disclosure = examination.disclosure.facts() if examination.disclosure is not None else None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -118,6 +121,50 @@ def test_without_a_coordinator_the_machine_is_looked_at(pets: Path) -> None:
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines if line.split()[1:2] == ["data"]] == ["pass"]
     assert any(line.startswith("warn  coordinator") and "--enrolment-token-file" in line for line in lines)
+
+
+@contextmanager
+def page(content: bytes) -> Iterator[str]:
+    """The address of a server that answers everything with a page."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_an_address_alone_is_tried(coordinator: InThread, loaded: None) -> None:
+    done = doctor("--coordinator", coordinator.url)
+    assert f"pass  coordinator   {coordinator.url} answers; not asked about a federation" in done.output
+    for address, said in (
+        ("http://127.0.0.1:1", "nothing listens there"),
+        (coordinator.url.replace("http:", "https:"), "TLS"),
+        ("https://no-such-host.invalid", "no host has this name"),
+    ):
+        done = doctor("--coordinator", address, "--json")
+        [check] = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "coordinator"]
+        assert check["verdict"] == "fail"
+        assert said in check["text"]
+    with page(b"<html>a portal</html>") as portal:
+        assert "as no coordinator does" in doctor("--coordinator", portal).output
+
+
+@pytest.mark.parametrize(("given", "pretrained"), [((), None), (("--pretrained", "v1"), "v1")])
+def test_a_model_that_brings_its_weights_needs_no_name_of_them(
+    monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], pretrained: str | None
+) -> None:
+    asked: list[BackboneSpec] = []
+    monkeypatch.setattr(doctor_module, "open_backbone", lambda spec, *_: asked.append(spec) or exports.backbone())
+    doctor("--model", "hf-hub:someone/model", "--allow-backbone", "hf-hub:someone/model", *given)
+    doctor("--model", "promptfed-tiny", *given)
+    assert [spec.pretrained for spec in asked] == [pretrained, pretrained or "embedded"]
+    assert "--pretrained is empty" in doctor("--model", "promptfed-tiny", "--pretrained", "").output
 
 
 def test_what_the_environment_says_to_a_client_has_no_part_in_it(
