@@ -24,7 +24,6 @@ from promptfed.coordinator.engine.scheduler import Scheduler
 from promptfed.coordinator.engine.telemetry import Metrics
 from promptfed.coordinator.http.bodies import JsonBodies, Uploads
 from promptfed.coordinator.http.callers import AuthThrottle
-from promptfed.coordinator.http.deps import ROUTES, endpoint_of
 from promptfed.coordinator.http.headers import PROTOCOL_HEADER, with_headers
 from promptfed.coordinator.http.waiting import InTurn
 from promptfed.coordinator.resources import public
@@ -49,11 +48,11 @@ from promptfed.shared.spec.section import OtherVersion, expect_ours
 
 log = logging.getLogger("promptfed.coordinator")
 
-ROUTERS = (
+ROUTERS = (  # those first that each round calls
+    tasks_routes.router,
     public.router,
     federations_routes.router,
     clients_routes.router,
-    tasks_routes.router,
     results_routes.router,
     operators_routes.router,
 )
@@ -78,10 +77,8 @@ class Application(FastAPI):
         super().__init__(**options)
         self.state.settings = settings
         self.state.turn = None
-        self._declared = super().__call__
-        self._calls: ASGIApp = self._routed
-        if settings.advertise_url is not None:
-            self._calls = InTurn(self._calls)
+        calls: ASGIApp = super().__call__
+        self._calls = InTurn(calls) if settings.advertise_url is not None else calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -97,20 +94,6 @@ class Application(FastAPI):
             await answer(scope, receive, send)
             return
         await self._calls(scope, receive, send)
-
-    async def _routed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = endpoint_of(scope) if scope["type"] == "http" and hasattr(self.state, "registry") else None
-        if endpoint is None:
-            await self._declared(scope, receive, send)
-            return
-        request = Request(scope, receive)
-        try:
-            response = await endpoint(request)
-        except Exception as error:
-            if not isinstance(error, ANSWERED_AS_PROBLEMS[:-1]):
-                log.exception("an answer failed")
-            response = await _answer(request, error)
-        await response(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         """FastAPI's own description, with the form of refusals."""
@@ -134,7 +117,6 @@ def create_app(settings: Settings) -> Application:
         generate_unique_id_function=lambda route: route.name,  # what generated clients call it
     )
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
-    app.router.routes += ROUTES.values()
     for router in ROUTERS:
         app.include_router(router)
     public.add_files_of_docs(app)

@@ -34,7 +34,7 @@ from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database, DatabaseAway
 from promptfed.coordinator.store.opening import Writable
 from promptfed.coordinator.store.tables import OperatorRow
-from promptfed.shared.messages import ENDED
+from promptfed.shared.messages import ENDED, TaskConfig
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 
 
@@ -162,7 +162,7 @@ class Registry:
         self.federations: dict[str, Federation] = {}
         self.operators: dict[str, Operator] = {}
         self.retired: dict[str, int] = {}
-        self.configs: dict[str, tuple[object, object, str]] = {}
+        self.configs: dict[str, tuple[object, object, TaskConfig]] = {}
         self.attempts: dict[str, tuple[tuple[int, int], Attempt]] = {}  # the latest at a secure sum, by federation
         self.keys: dict[str, tuple[tuple[int, int], dict[str, str]]] = {}  # of that attempt, with who has sent them
         self.epoch = ""  # another one each time the store is taken up: clients may have seen more than it holds

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastapi.dependencies.models import Dependant
-from fastapi.responses import FileResponse
-from fastapi.security import HTTPBearer
+from fastapi.responses import FileResponse, Response
+from fastapi.security.base import SecurityBase
 from fastapi.security.utils import get_authorization_scheme_param
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
@@ -30,6 +31,7 @@ from promptfed.coordinator.problems import (
     UploadTimeout,
 )
 from promptfed.coordinator.store.blobs import Upload, digest_of
+from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.opening import digest
 from promptfed.shared.methods.core.checks import BYTES_PER_SECOND
 from promptfed.shared.service import digests
@@ -332,9 +334,8 @@ class JsonBodies:
 class JsonBody:
     """One request's body. The caller is looked up only when the body is read: most requests have none."""
 
-    def __init__(self, scope: Scope, receive: Receive, seconds: float, known: bool = False):
-        """``scope`` and ``receive`` are the request's; ``known``: the caller is known to be allowed."""
-        self._known = known
+    def __init__(self, scope: Scope, receive: Receive, seconds: float):
+        """``scope`` and ``receive`` are the request's."""
         self._scope = scope
         self._receive = receive
         self._seconds = seconds
@@ -354,7 +355,7 @@ class JsonBody:
         if self._whole:  # What comes now is that the caller has gone.
             return await self._receive()
         if self._until is None:
-            if not self._known and not await _may_call(self._scope):
+            if not await _may_call(self._scope):
                 self._whole = True
                 return NOTHING
             self._until = asyncio.get_running_loop().time() + self._seconds
@@ -392,7 +393,7 @@ async def _may_call(scope: Scope) -> bool:
 
 def _schemes(dependant: Dependant) -> Iterator[str]:
     """The names of the security schemes among a route's dependencies."""
-    if isinstance(dependant.call, HTTPBearer):
+    if isinstance(dependant.call, SecurityBase):
         yield dependant.call.scheme_name
     for inner in dependant.dependencies:
         yield from _schemes(inner)
@@ -411,3 +412,17 @@ class BlobFile(FileResponse):
     """A file as the body of an answer, read a megabyte at a time."""
 
     chunk_size = CHUNK
+
+
+class Stored(Response):
+    """What is stored, as its receipt says: 201 for what is new, 200 for what was there already."""
+
+    media_type = "application/json"
+
+    def __init__(self, receipt: BaseModel, new: bool):
+        super().__init__(receipt.model_dump_json(), 201 if new else 200)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await super().__call__(scope, receive, send)
+        point("answer-sent")

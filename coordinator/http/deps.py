@@ -1,136 +1,33 @@
-"""Dependencies of the routes: the registry, the caller, and the federation. And plain routes.
-
-Plain routes are calls of every round, which read the request themselves. The framework describes them like all others,
-but `app.Application` calls them itself: solving a declared route's dependencies costs several times what an answer of
-theirs does.
-"""
+"""Dependencies of the routes: the registry, the caller, and the federation; what the description says of refusals."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from email.message import Message as Header
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import Depends, Path, Query, Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.models import HTTPBearer
 from fastapi.routing import APIRoute
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security.base import SecurityBase
 from fastapi.security.utils import get_authorization_scheme_param
-from pydantic import BaseModel, Field, ValidationError
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from pydantic import BaseModel
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.http.bodies import JsonBody
 from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, OperatorCaller, address_of, authenticate
 from promptfed.coordinator.problems import MEDIA_TYPE, MethodAbsent, NotFound, Refusal, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.opening import Signer
 from promptfed.shared.api.api_schemas import LEVELS, OperatorRole
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-Model = TypeVar("Model", bound=BaseModel)
-
-ROUTES: dict[tuple[str, str], APIRoute] = {}
-"""By verb and the last part of the path, which no two of them share."""
-FEDERATION = "/v1/federations/{federation}"
 ROLE = "Promptfed-Role"
 """The header by which a page knows what its operator may do."""
-
-
-def endpoint_of(scope: Scope) -> Endpoint | None:
-    """What answers this request; ``scope`` gets its path's parameters."""
-    path = scope["path"]
-    route = ROUTES.get((scope["method"], path.rpartition("/")[2]))
-    match = route.path_regex.match(path) if route is not None else None
-    if route is None or match is None:
-        return None
-    scope.update(path_params=match.groupdict(), route=route, endpoint=route.endpoint)
-    return route.endpoint
-
-
-def plain(
-    verb: str, path: str, tag: str, parameters: Callable[..., None], **described: Any
-) -> Callable[[Endpoint], Endpoint]:
-    """Answer this call of a federation by the decorated function; ``parameters`` describes what it reads."""
-
-    def routed(endpoint: Endpoint) -> Endpoint:
-        depends = [Depends(parameters)]
-        ROUTES[verb, path.rpartition("/")[2]] = APIRoute(
-            FEDERATION + path,
-            endpoint,
-            methods=[verb],
-            tags=[tag],
-            dependencies=depends,
-            operation_id=endpoint.__name__,
-            **described,
-        )
-        return endpoint
-
-    return routed
-
-
-def checked(kind: type[Model], given: Any, where: str) -> Model:
-    """``given`` as a model. Raises RequestValidationError, as of a declared parameter in this place."""
-    try:
-        return kind.model_validate(given, from_attributes=True)
-    except ValidationError as error:
-        raise RequestValidationError([{**one, "loc": (where, *one["loc"])} for one in error.errors()]) from None
-
-
-async def json_body(request: Request, kind: type[Model]) -> Model:
-    """The body of a known caller as a model. Raises RequestValidationError and HTTPException."""
-    seconds = request.app.state.settings.upload_timeout_seconds
-    limited = JsonBody(request.scope, request.receive, seconds, known=True)
-    try:
-        body = await Request(request.scope, limited).body()
-    except ClientDisconnect:
-        raise HTTPException(400, "There was an error parsing the body") from None
-    if not body:
-        raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
-    if not _is_json(request.headers):
-        return checked(kind, body, "body")
-    try:
-        given = json.loads(body)
-    except json.JSONDecodeError as error:
-        told = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {}}
-        raise RequestValidationError([{**told, "ctx": {"error": error.msg}}]) from None
-    except (ValueError, RecursionError):
-        raise HTTPException(400, "There was an error parsing the body") from None
-    return checked(kind, given, "body")
-
-
-def _is_json(headers: Mapping[str, str]) -> bool:
-    told = headers.get("content-type", "")
-    if told == "application/json":
-        return True
-    header = Header()
-    header["content-type"] = told
-    subtype = header.get_content_subtype()
-    return bool(told) and header.get_content_maintype() == "application" and f"+{subtype}".endswith("+json")
-
-
-class Receipt(Response):
-    """201 for what is new, 200 for what is there already."""
-
-    media_type = "application/json"
-
-    def __init__(self, receipt: str, new: bool):
-        super().__init__(receipt, 201 if new else 200)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        await super().__call__(scope, receive, send)
-        point("answer-sent")
 
 
 # Asynchronous although they wait for nothing: the others would each be sent to a thread.
@@ -147,16 +44,6 @@ SignerOf = Annotated[Signer, Depends(of_app("signer"))]
 RegistryOf = Annotated[Registry, Depends(of_app("registry"))]
 SettingsOf = Annotated[Settings, Depends(of_app("settings"))]
 
-_viewer_scheme = HTTPBearer(scheme_name="viewer", auto_error=False, description="an operator's, with any role")
-_operator_scheme = HTTPBearer(
-    scheme_name="operator", auto_error=False, description="an operator's, with the role operator or admin"
-)
-_admin_scheme = HTTPBearer(
-    scheme_name="admin", auto_error=False, description="an admin's; the first is made at the first start"
-)
-_enrolment_scheme = HTTPBearer(scheme_name="enrolment", auto_error=False, description="minted by the operator")
-_client_scheme = HTTPBearer(scheme_name="client", auto_error=False, description="the secret the client enrolled with")
-
 NO_NUL = r"^[^\x00]*$"  # PostgreSQL's text holds none, and may not be asked for any
 
 FederationId = Annotated[str, Path(description="id or name of the federation", max_length=100)]
@@ -168,46 +55,74 @@ Limit = Annotated[int, Query(ge=1, le=1000, description="at most so many")]
 After = Annotated[str | None, Query(max_length=100, pattern=NO_NUL, description="`next` of the page before")]
 
 
-def _who_may(role: OperatorRole, scheme: HTTPBearer) -> Callable[..., Awaitable[OperatorCaller]]:
-    """A dependency: the operator that calls. Refuses operators with a lower role."""
+class _Caller(SecurityBase):
+    """A dependency that is a caller of one kind; the route's description names it as a security scheme.
 
-    async def operator(
-        request: Request,
-        response: Response,
-        registry: RegistryOf,
-        _: HTTPAuthorizationCredentials | None = Depends(scheme),
-    ) -> OperatorCaller:
-        caller = await authenticate(request, registry, _bearer(request))
+    One dependency without others below it: solving each costs a tenth of what an answer to a poll does.
+    """
+
+    def __init__(self, name: str, description: str):
+        self.scheme_name = name
+        self.model = HTTPBearer(description=description)
+
+
+class _OperatorCaller(_Caller):
+    """The operator that calls. Refuses operators with a lower role."""
+
+    def __init__(self, role: OperatorRole, name: str, description: str):
+        super().__init__(name, description)
+        self._role = role
+
+    async def __call__(self, request: Request, response: Response) -> OperatorCaller:
+        caller = await authenticate(request, request.app.state.registry, _bearer(request))
         if not isinstance(caller, OperatorCaller):
             raise WrongRole("this call takes the operator token")
-        if LEVELS[caller.role] < LEVELS[role]:
-            raise WrongRole(f"this call takes the role {role}; {caller.name} has the role {caller.role}")
+        if LEVELS[caller.role] < LEVELS[self._role]:
+            raise WrongRole(f"this call takes the role {self._role}; {caller.name} has the role {caller.role}")
         audit.actor.set(audit.Actor(caller.name, caller.role, address_of(request)))
         response.headers[ROLE] = caller.role
         _expect_known_query(request)
         return caller
 
-    return operator
-
 
 def _expect_known_query(request: Request) -> None:
-    """Refuse a known caller's query with a key that the declared route does not have, which it would ignore."""
+    """Refuse a known caller's query with a key that the route does not declare, which it would ignore."""
     if request.scope["query_string"]:
-        unknown = set(request.query_params).difference(_queries_of(request.scope["route"].dependant))
+        unknown = set(request.query_params) - _queries_of(request.scope["route"])
         if unknown:
-            told = [{"type": "extra_forbidden", "loc": ("query", key), "msg": ""} for key in sorted(unknown)]
-            raise RequestValidationError(told)
+            problems_ = [{"type": "extra_forbidden", "loc": ("query", key), "msg": ""} for key in sorted(unknown)]
+            raise RequestValidationError(problems_)
 
 
-def _queries_of(dependant: Dependant) -> Iterator[str]:
-    yield from (parameter.alias for parameter in dependant.query_params)
-    for further in dependant.dependencies:
-        yield from _queries_of(further)
+def _queries_of(route: APIRoute) -> frozenset[str]:
+    """The keys of all query parameters of a route."""
+    known = _QUERIES.get(route.endpoint)
+    if known is None:
+        known = _QUERIES[route.endpoint] = frozenset(_queries(route.dependant))
+    return known
 
 
-IsViewer = Annotated[OperatorCaller, Depends(_who_may("viewer", _viewer_scheme))]
-IsOperator = Annotated[OperatorCaller, Depends(_who_may("operator", _operator_scheme))]
-IsAdmin = Annotated[OperatorCaller, Depends(_who_may("admin", _admin_scheme))]
+def _queries(dependant: Dependant) -> Iterator[str]:
+    """Query parameters of a route or dependency and of those below it; those of a model are its fields."""
+    for parameter in dependant.query_params:
+        kind = parameter.field_info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from (field.alias or name for name, field in kind.model_fields.items())
+        else:
+            yield parameter.alias
+    for inner in dependant.dependencies:
+        yield from _queries(inner)
+
+
+_QUERIES: dict[Callable[..., Any], frozenset[str]] = {}
+
+IsViewer = Annotated[OperatorCaller, Depends(_OperatorCaller("viewer", "viewer", "an operator's, with any role"))]
+IsOperator = Annotated[
+    OperatorCaller, Depends(_OperatorCaller("operator", "operator", "an operator's, with the role operator or admin"))
+]
+IsAdmin = Annotated[
+    OperatorCaller, Depends(_OperatorCaller("admin", "admin", "an admin's; the first is made at the first start"))
+]
 
 
 async def _viewed(registry: RegistryOf, federation: FederationId, _: IsViewer) -> Federation:
@@ -236,35 +151,26 @@ async def _operated_any(registry: RegistryOf, federation: FederationId, _: IsOpe
     return registry.find_any(federation)
 
 
-async def _enrolling(
-    request: Request,
-    federation: FederationId,
-    _: Annotated[HTTPAuthorizationCredentials | None, Depends(_enrolment_scheme)],
-) -> Federation:
-    found = await enrolling(request)
-    _expect_known_query(request)
-    return found[0]
+@dataclass(frozen=True)
+class Enrolling:
+    """Whoever has a token of enrolment: the token's federation, and its digest."""
+
+    federation: Federation
+    token: str
 
 
-async def enrolling(request: Request) -> tuple[Federation, str]:
-    """The federation of the enrolment token that was sent, and the token's digest."""
-    asked, registry = _asked(request), request.app.state.registry
-    caller = await authenticate(request, registry, _bearer(request))
-    if not isinstance(caller, EnrollingCaller):
-        raise WrongRole("this call takes an enrolment token")
-    own = _own(registry, asked, caller.federation)
-    known = own.tokens.get(caller.token)
-    if known is not None:
-        audit.actor.set(audit.Actor(known.name, "enrolment", address_of(request)))
-    return own, caller.token
-
-
-class _Asked(BaseModel):
-    federation: Annotated[str, Field(max_length=100)]
-
-
-def _asked(request: Request) -> str:
-    return checked(_Asked, request.path_params, "path").federation
+class _EnrollingCaller(_Caller):
+    async def __call__(self, request: Request, federation: FederationId) -> Enrolling:
+        registry = request.app.state.registry
+        caller = await authenticate(request, registry, _bearer(request))
+        if not isinstance(caller, EnrollingCaller):
+            raise WrongRole("this call takes an enrolment token")
+        own = _own(registry, federation, caller.federation)
+        known = own.tokens.get(caller.token)
+        if known is not None:
+            audit.actor.set(audit.Actor(known.name, "enrolment", address_of(request)))
+        _expect_known_query(request)
+        return Enrolling(own, caller.token)
 
 
 def _bearer(request: Request) -> str | None:
@@ -280,28 +186,19 @@ class CallingClient:
     client: Client
 
 
-async def _client(
-    request: Request,
-    federation: FederationId,
-    _: Annotated[HTTPAuthorizationCredentials | None, Depends(_client_scheme)],
-) -> CallingClient:
-    caller = await calling_client(request)
-    _expect_known_query(request)
-    return caller
-
-
-async def calling_client(request: Request) -> CallingClient:
-    """The client whose secret was sent, and its federation."""
-    asked, registry = _asked(request), request.app.state.registry
-    caller = await authenticate(request, registry, _bearer(request))
-    if not isinstance(caller, ClientCaller):
-        raise WrongRole("this call takes the secret that the client enrolled with")
-    own = _own(registry, asked, caller.federation)
-    request.state.client = (own.id, caller.client.name)
-    registry.last_seen.seen(caller.client.id)
-    if not caller.active:
-        raise Withdrawn("the operator has withdrawn this client from the federation")
-    return CallingClient(own, caller.client)
+class _ClientCaller(_Caller):
+    async def __call__(self, request: Request, federation: FederationId) -> CallingClient:
+        registry = request.app.state.registry
+        caller = await authenticate(request, registry, _bearer(request))
+        if not isinstance(caller, ClientCaller):
+            raise WrongRole("this call takes the secret that the client enrolled with")
+        own = _own(registry, federation, caller.federation)
+        request.state.client = (own.id, caller.client.name)
+        registry.last_seen.seen(caller.client.id)
+        if not caller.active:
+            raise Withdrawn("the operator has withdrawn this client from the federation")
+        _expect_known_query(request)
+        return CallingClient(own, caller.client)
 
 
 def _own(registry: Registry, asked: str, own_id: str) -> Federation:
@@ -320,10 +217,8 @@ Informed = Annotated[Federation, Depends(_informed)]
 Operated = Annotated[Federation, Depends(_operated)]
 OperatedAny = Annotated[Federation, Depends(_operated_any)]
 """The federation for operators, also if its method is absent."""
-EnrollingAt = Annotated[Federation, Depends(_enrolling)]
-
-
-Calling = Annotated[CallingClient, Depends(_client)]
+EnrollingBy = Annotated[Enrolling, Depends(_EnrollingCaller("enrolment", "minted by the operator"))]
+Calling = Annotated[CallingClient, Depends(_ClientCaller("client", "the secret the client enrolled with"))]
 
 
 ANY_REQUEST: tuple[type[Refusal], ...] = (

@@ -9,23 +9,20 @@ from fastapi import APIRouter, Query, Request, Response, status
 from promptfed.coordinator import problems
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.http import deps
+from promptfed.coordinator.http.bodies import Stored
 from promptfed.coordinator.http.callers import address_of, check_certificate, fingerprint
 from promptfed.coordinator.http.deps import (
     After,
     Calling,
     ClientId,
-    EnrollingAt,
+    EnrollingBy,
     Informed,
     Limit,
     Operated,
-    Receipt,
     RegistryOf,
     SettingsOf,
     TokenId,
     Viewed,
-    enrolling,
-    json_body,
-    plain,
 )
 from promptfed.coordinator.resources.clients import operations, tokens
 from promptfed.coordinator.resources.clients.views import client_view
@@ -39,19 +36,13 @@ router = APIRouter(prefix="/v1/federations/{federation}", tags=["enrolment"])
 
 
 @router.get("/enrolment", responses=deps.for_callers())
-def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
+def get_enrolment(caller: EnrollingBy) -> EnrolmentInfo:
     """What a client must know before it can enrol."""
-    return operations.enrolment_info(federation)
+    return operations.enrolment_info(caller.federation)
 
 
-def _enrolment_parameters(federation: EnrollingAt, request: EnrolRequest) -> None: ...
-
-
-@plain(
-    "POST",
+@router.post(
     "/clients",
-    "enrolment",
-    _enrolment_parameters,
     status_code=status.HTTP_201_CREATED,
     response_model=EnrolResponse,
     responses={
@@ -83,18 +74,15 @@ def _enrolment_parameters(federation: EnrollingAt, request: EnrolRequest) -> Non
         ),
     },
 )
-async def post_client(request: Request) -> Response:
+async def post_client(request: Request, registry: RegistryOf, caller: EnrollingBy, enrolment: EnrolRequest) -> Response:
     """Enrol under a name, with a secret that the client has created. The secret is its bearer token from then on."""
-    federation, token = await enrolling(request)
-    registry = request.app.state.registry
     registry.committer.notice()
+    request.state.newcomer = caller.federation.id, enrolment.name, caller.token  # whose refusal operators see
+    check_certificate(request, enrolment.name)
     with registry.committer.coming():
-        asked = await json_body(request, EnrolRequest)
-        request.state.newcomer = federation.id, asked.name, token  # whose refusal operators see
-        check_certificate(request, asked.name)
-        client, new = await operations.enrol(registry, federation.id, asked, token)
-    known = EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name, release=RELEASE)
-    return Receipt(known.model_dump_json(), new)
+        client, new = await operations.enrol(registry, caller.federation.id, enrolment, caller.token)
+    known = EnrolResponse(client_id=client.id, federation_id=caller.federation.id, name=client.name, release=RELEASE)
+    return Stored(known, new)
 
 
 @router.get("/clients", responses=deps.for_callers())

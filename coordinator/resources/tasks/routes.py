@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from base64 import b64encode
 from contextlib import suppress
 from functools import lru_cache
 from typing import Annotated, Any
-from urllib.parse import parse_qsl
 
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
+from fastapi import APIRouter, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
 
@@ -20,25 +18,29 @@ from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine.jobs import selected_round
 from promptfed.coordinator.engine.registry import Registry, wait
 from promptfed.coordinator.http import deps
-from promptfed.coordinator.http.bodies import Incoming, announced_digest, expect_digest, first_byte
+from promptfed.coordinator.http.bodies import Incoming, Stored, announced_digest, expect_digest, first_byte
 from promptfed.coordinator.http.deps import (
     NO_NUL,
     Calling,
     CallingClient,
-    Receipt,
     RegistryOf,
     TaskId,
-    calling_client,
-    checked,
-    json_body,
-    plain,
 )
 from promptfed.coordinator.http.tensors import TENSOR_BODY, TENSORS, tensors_at
 from promptfed.coordinator.resources.tasks import submissions
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.api import api_schemas
 from promptfed.shared.api.api_schemas import UpdateReceipt
-from promptfed.shared.messages import ENDED, INLINE_BYTES, EvaluationRequest, FailureRequest, Task
+from promptfed.shared.messages import (
+    ENDED,
+    INLINE_BYTES,
+    EvaluationRequest,
+    FailureRequest,
+    PayloadRef,
+    SecurePart,
+    Task,
+    TaskConfig,
+)
 from promptfed.shared.spec.sections import FINAL
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
@@ -55,12 +57,12 @@ UPDATE = (  # what an update may be refused for that has arrived whole
 ACCEPTED_BEFORE: dict[int | str, dict[str, Any]] = {
     200: {"model": UpdateReceipt, "description": "these very bytes were accepted before"}
 }
-
-
 HELD_SECONDS = 15.0  # that an answer waits for a task at most: many proxies end a silent connection after 20
 
 
-class _Poll(BaseModel, extra="forbid"):
+class Poll(BaseModel, extra="forbid"):
+    """What a client asks by with a poll."""
+
     wait: Annotated[float, Field(ge=0, le=60, description="seconds; after 15 it is answered in any case")] = 0
     carrying: Annotated[
         str | None, Field(max_length=100, pattern=NO_NUL, description="the task that the client carries out")
@@ -69,57 +71,45 @@ class _Poll(BaseModel, extra="forbid"):
     inline: Annotated[bool, Field(description="a payload of at most 64 KB comes within the task")] = False
 
 
-class _Next(BaseModel, extra="forbid"):
-    next: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=60,
-            description="seconds, at most 15, that the receipt of a new answer waits for the client's next task, which "
-            "it contains",
-        ),
-    ] = 0
+Sent = Annotated[str | None, Header(alias="content-digest", description="`sha-256=:<base64>:` (RFC 9530)")]
+Next = Annotated[
+    float,
+    Query(
+        ge=0,
+        le=60,
+        description="seconds, at most 15, that the receipt of a new answer waits for the client's next task, which it "
+        "contains",
+    ),
+]
 
 
-def _task_parameters(caller: Calling, poll: Annotated[_Poll, Query()]) -> None: ...
-
-
-@plain(
-    "GET",
+@router.get(
     "/task",
-    "tasks",
-    _task_parameters,
     response_model=Task,
     responses={
         204: {"description": "no task within the time"},
         **deps.for_clients(problems.Ended, problems.PhaseClosed),
     },
 )
-async def get_task(request: Request) -> Response:
+async def get_task(request: Request, caller: Calling, poll: Annotated[Poll, Query()]) -> Response:
     """The client's open task. Waits for one if there is none.
 
     With `carrying`, waits while that task is open. 409 as soon as it is closed, or the client's next task.
     """
-    caller, registry = await calling_client(request), request.app.state.registry
-    registry.committer.notice()
-    poll = checked(_Poll, _query(request), "query")
+    registry = _noticed(request)
     open_now = caller.federation.tasks.get(caller.client.name)
     if poll.progress is not None and open_now is not None and open_now.id == poll.carrying:
         registry.last_seen.is_at(open_now.id, poll.progress)
     task = await next_task(request, caller, poll.wait, poll.carrying, poll.inline)
     if task is None:
         return Response(status_code=status.HTTP_204_NO_CONTENT)
-    return Response(task, media_type="application/json")
-
-
-def _query(request: Request) -> dict[str, str]:
-    return dict(parse_qsl(request.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+    return Response(task.model_dump_json(), media_type="application/json")
 
 
 async def next_task(
     request: Request, caller: CallingClient, wait_seconds: float, carrying: str | None = None, inline: bool = False
-) -> str | None:
-    """The task as JSON; None if there is none within ``wait_seconds``. Raises as ``get_task`` describes.
+) -> Task | None:
+    """The task; None if there is none within ``wait_seconds``. Raises as ``get_task`` describes.
 
     ``inline``: with its payload, if that is small and in memory.
     """
@@ -169,38 +159,39 @@ def _other_task(
     return served
 
 
-def _message(registry: Registry, federation: Federation, task: OpenTask, inline: bool) -> str:
-    """A ``promptfed.shared.messages.Task`` as JSON."""
+def _message(registry: Registry, federation: Federation, task: OpenTask, inline: bool) -> Task:
     assert federation.run.stage is not None
-    payload = {
-        "url": f"/v1/federations/{federation.id}/tasks/{task.id}/payload",
-        "bytes": task.payload_bytes,
-        "sha256": task.payload_sha256,
-    }
-    own = {
-        "task_id": task.id,
-        "kind": task.kind,
-        "round": task.round,
-        "phase": task.phase,
-        "deadline": federation.deadline or clock.now(),
-        "seconds_left": round(max(0.0, federation.run.stage.deadline - clock.monotonic()), 3),
-        "epoch": registry.epoch,
-    }
-    if task.phase == FINAL:
+    assert task.payload_sha256 is not None
+    selected, phase, secure, data = None, task.phase, None, None
+    if phase == FINAL:
         with registry.database.read() as session:
-            own["selected"] = selected_round(session, federation)
+            selected = selected_round(session, federation)
     plan = federation.rules.plan(task.round, task.step) if task.kind != "evaluate" else None
     if plan is not None and plan.secure is not None:
-        own["phase"] = plan.secure.phase
-        own["secure"] = {"phase": plan.secure.phase, "attempt": plan.secure.attempt}
-    # The long parts are the same for all clients: they are put in as they are.
-    told, config = json.dumps(payload), _config(registry, federation)
-    if inline and task.payload_bytes <= INLINE_BYTES and task.payload_sha256 is not None:
+        phase, secure = plan.secure.phase, SecurePart(phase=plan.secure.phase, attempt=plan.secure.attempt)
+    if inline and task.payload_bytes <= INLINE_BYTES:
         content = registry.blobs.remembered(task.payload_sha256)
         if content is not None:
-            told = f'{told[:-1]}, "data": "{_base64(content)}"}}'
+            data = _base64(content)
             submissions.note_served(registry, task.id, task.payload_bytes)
-    return f'{json.dumps(own)[:-1]}, "payload": {told}, "config": {config}}}'
+    return Task(
+        task_id=task.id,
+        kind=task.kind,
+        round=task.round,
+        phase=phase,
+        deadline=clock.parse(federation.deadline or clock.now()),
+        seconds_left=round(max(0.0, federation.run.stage.deadline - clock.monotonic()), 3),
+        payload=PayloadRef(
+            url=f"/v1/federations/{federation.id}/tasks/{task.id}/payload",
+            bytes=task.payload_bytes,
+            sha256=task.payload_sha256,
+            data=data,
+        ),
+        config=_config(registry, federation),
+        epoch=registry.epoch,
+        secure=secure,
+        selected=selected,
+    )
 
 
 @lru_cache(maxsize=8)
@@ -208,36 +199,18 @@ def _base64(content: bytes) -> str:
     return b64encode(content).decode()
 
 
-def _config(registry: Registry, federation: Federation) -> str:
+def _config(registry: Registry, federation: Federation) -> TaskConfig:
     """The part of a task that is the same for all clients: made again only when the clients have changed."""
     known = registry.configs.get(federation.id)
     if known is not None and known[0] is federation.run.members and known[1] is federation.clients:
         return known[2]
-    config = submissions.config_of(federation).model_dump_json()
+    config = submissions.config_of(federation)
     registry.configs[federation.id] = (federation.run.members, federation.clients, config)
     return config
 
 
-class _OfTask(BaseModel):
-    task_id: Annotated[str, Field(max_length=100, pattern=NO_NUL)]
-
-
-def _task_of(request: Request) -> str:
-    return checked(_OfTask, request.path_params, "path").task_id
-
-
-def _payload_parameters(
-    caller: Calling,
-    task_id: TaskId,
-    asked: Annotated[str | None, Header(alias="range", description="`bytes=N-`: of a large one, from there on")] = None,
-) -> None: ...
-
-
-@plain(
-    "GET",
+@router.get(
     "/tasks/{task_id}/payload",
-    "tasks",
-    _payload_parameters,
     response_class=FileResponse,
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "safetensors"},
@@ -245,12 +218,15 @@ def _payload_parameters(
         **deps.for_clients(problems.PayloadGone),
     },
 )
-async def get_payload(request: Request) -> Response:
+async def get_payload(
+    request: Request,
+    caller: Calling,
+    task_id: TaskId,
+    span: Annotated[str | None, Header(alias="range", description="`bytes=N-`: of a large one, from there on")] = None,
+) -> Response:
     """The tensors that the client starts from: always the same bytes for one task."""
-    caller, registry = await calling_client(request), request.app.state.registry
-    registry.committer.notice()
-    task_id = _task_of(request)
-    asked = (registry, caller.federation, caller.client, task_id, first_byte(request.headers.get("range")))
+    registry = _noticed(request)
+    asked = (registry, caller.federation, caller.client, task_id, first_byte(span))
     if is_at_hand(registry, caller, task_id):
         digest, place = submissions.served_payload(*asked)
     else:
@@ -266,34 +242,20 @@ def is_at_hand(registry: Registry, caller: CallingClient, task_id: str) -> bool:
     return registry.blobs.remembered(task.payload_sha256) is not None
 
 
-def _sent_parameters(
-    caller: Calling,
-    task_id: TaskId,
-    content_digest: Annotated[str | None, Header(description="`sha-256=:<base64>:` (RFC 9530)")] = None,
-) -> None: ...
-
-
 async def _receipt(
     request: Request, caller: CallingClient, receipt: api_schemas.Receipt, new: bool, seconds: float
-) -> Receipt:
+) -> Stored:
     """The receipt of a stored answer, once there is the client's next task or the seconds are over."""
-    content = receipt.model_dump_json()
     if seconds:
         with suppress(Exception):  # the answer is stored, and the client's next question is answered so
             if (task := await next_task(request, caller, seconds if new else 0, inline=True)) is not None:
                 request.app.state.registry.committer.notice()  # its answer may follow soon
-                content = f'{content[:-1]}, "next": {task}}}'
-    return Receipt(content, new)
+                receipt = receipt.model_copy(update={"next": task})
+    return Stored(receipt, new)
 
 
-def _update_parameters(sent: Annotated[None, Depends(_sent_parameters)], wait: Annotated[_Next, Query()]) -> None: ...
-
-
-@plain(
-    "PUT",
+@router.put(
     "/tasks/{task_id}/update",
-    "tasks",
-    _update_parameters,
     status_code=status.HTTP_201_CREATED,
     response_model=UpdateReceipt,
     responses={
@@ -302,13 +264,12 @@ def _update_parameters(sent: Annotated[None, Depends(_sent_parameters)], wait: A
     },
     openapi_extra=TENSOR_BODY,
 )
-async def put_update(request: Request) -> Response:
+async def put_update(request: Request, caller: Calling, task_id: TaskId, sent: Sent = None, next: Next = 0) -> Response:
     """Answer a training task. 201 means that it is on the disk and counts, unless the phase was already closed.
 
     With `next`, the receipt waits for the client's next task and contains it, with a payload of at most 64 KB.
     """
-    caller, task_id, announced, registry = await _sending(request)
-    wait_seconds = checked(_Next, _query(request), "query").next
+    registry, announced = _noticed(request), announced_digest(sent)
     federation, client, body = caller.federation, caller.client, Incoming.of(request)
     with registry.metrics.receiving.time(), registry.committer.coming():
         limit = federation.spec.admission.max_bytes
@@ -321,26 +282,18 @@ async def put_update(request: Request) -> Response:
             new = await submissions.accept_update(registry, federation, client, task_id, upload)
     receipt = UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
     del upload  # its bytes are not kept while the receipt waits
-    return await _receipt(request, caller, receipt, new, wait_seconds)
+    return await _receipt(request, caller, receipt, new, next)
 
 
-async def _sending(request: Request) -> tuple[CallingClient, str, str, Registry]:
-    """Who sends for which task what is announced with which digest."""
-    caller, registry = await calling_client(request), request.app.state.registry
+def _noticed(request: Request) -> Registry:
+    """The registry, which has noticed that a client calls."""
+    registry: Registry = request.app.state.registry
     registry.committer.notice()
-    return caller, _task_of(request), announced_digest(request.headers.get("content-digest")), registry
+    return registry
 
 
-def _evaluation_parameters(
-    caller: Calling, task_id: TaskId, evaluation: EvaluationRequest, wait: Annotated[_Next, Query()]
-) -> None: ...
-
-
-@plain(
-    "PUT",
+@router.put(
     "/tasks/{task_id}/evaluation",
-    "tasks",
-    _evaluation_parameters,
     status_code=status.HTTP_201_CREATED,
     response_model=api_schemas.Receipt,
     responses={
@@ -348,24 +301,20 @@ def _evaluation_parameters(
         **deps.for_clients(*ANSWERED, problems.PrivacyMismatch, problems.StorageFull),
     },
 )
-async def put_evaluation(request: Request) -> Response:
+async def put_evaluation(
+    request: Request, caller: Calling, task_id: TaskId, evaluation: EvaluationRequest, next: Next = 0
+) -> Response:
     """Answer an evaluation task. `next` as of an update."""
-    caller, registry = await calling_client(request), request.app.state.registry
-    registry.committer.notice()
-    task_id, wait_seconds = _task_of(request), checked(_Next, _query(request), "query").next
+    registry = _noticed(request)
     with registry.committer.coming():
-        evaluation = await json_body(request, EvaluationRequest)
         new = await submissions.accept_evaluation(registry, caller.federation, caller.client, task_id, evaluation)
     receipt = api_schemas.Receipt(task_id=task_id, status="accepted")
     del evaluation  # as of an update
-    return await _receipt(request, caller, receipt, new, wait_seconds)
+    return await _receipt(request, caller, receipt, new, next)
 
 
-@plain(
-    "PUT",
+@router.put(
     "/tasks/{task_id}/exchange",
-    "tasks",
-    _sent_parameters,
     status_code=status.HTTP_201_CREATED,
     response_model=UpdateReceipt,
     responses={
@@ -383,9 +332,9 @@ async def put_evaluation(request: Request) -> Response:
     },
     openapi_extra=TENSOR_BODY,
 )
-async def put_exchange(request: Request) -> Response:
+async def put_exchange(request: Request, caller: Calling, task_id: TaskId, sent: Sent = None) -> Response:
     """Answer a step of a secure sum: JSON, or in step ``mask`` the masked vector as safetensors."""
-    caller, task_id, announced, registry = await _sending(request)
+    registry, announced = _noticed(request), announced_digest(sent)
     with registry.committer.coming():
         async with request.app.state.uploads.receive(
             Incoming.of(request), submissions.limit(caller.federation)
@@ -393,7 +342,7 @@ async def put_exchange(request: Request) -> Response:
             expect_digest(upload, announced)
             new = await submissions.accept(registry, caller.federation, caller.client, task_id, upload)
     receipt = UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
-    return Receipt(receipt.model_dump_json(), new)
+    return Stored(receipt, new)
 
 
 @router.post(
