@@ -162,7 +162,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two_phase_federation(coordinator: InThread, *names: str, **changes: Any) -> tuple[str, list[ScriptedClient]]:
-    federation = coordinator.create(method={"name": "two_phase"}, **changes)
+    federation = coordinator.create(method={"name": "two_phase", "m": 4}, **changes)
     raw = coordinator.get(federation)["spec"]["method"]
     assert raw == {"name": "two_phase", "label_space": "federation", "m": 4}
     clients = coordinator.enrol(federation, *names)
