@@ -1,0 +1,100 @@
+"""What a consent covers: every difference is named, rounds go forward, and what was sent stays counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from promptfed.client_service.exits import ClientError
+from promptfed.client_service.privacy.agreement import (
+    ATTEMPTS,
+    RESTORES,
+    WITHDRAWN,
+    Agreement,
+    NotAgreed,
+    differences,
+    phases_of,
+)
+from promptfed.client_service.state.private_state import PrivateState
+from promptfed.shared.messages import Task
+from promptfed.shared.methods import make_method
+from tests.support.agreed import agreed
+
+PROMPTFL = {"name": "promptfl", "m": 4}
+
+
+def task(round: int, phase: str = "train", epoch: str = "e1", kind: str = "train") -> Task:
+    return cast(Task, SimpleNamespace(round=round, phase=phase, epoch=epoch, kind=kind))
+
+
+def agreement(folder: Path) -> Agreement:
+    return agreed(PrivateState(folder), PROMPTFL)
+
+
+@pytest.mark.parametrize(
+    ("agreed", "asked", "told"),
+    [
+        ({"a": 1, "b": {"c": [1, 2]}}, {"b": {"c": [1, 2]}, "a": 1}, []),
+        ({"a": 1}, {"a": 2}, ["a is 2 instead of 1"]),
+        ({"a": 1}, {"a": True}, ["a is True instead of 1"]),
+        ({"a": 1}, {"a": 1.0}, ["a is 1.0 instead of 1"]),
+        ({"a": {"b": 1}}, {"a": {"c": 1}}, ["a.b is (nothing) instead of 1", "a.c is 1 instead of (nothing)"]),
+        ({"a": None}, {"a": {"b": 1}}, ["a is {'b': 1} instead of None"]),
+        ({"a": {"b": 1}}, {"a": None}, ["a is None instead of {'b': 1}"]),
+    ],
+)
+def test_each_difference_is_named_with_its_place(agreed: Any, asked: Any, told: list[str]) -> None:
+    assert differences(agreed, asked) == told
+
+
+def test_phases_are_known_with_the_rounds_that_have_them() -> None:
+    found = phases_of(make_method({"name": "fast_pt"}))
+    assert {name: rounds for name, (_, rounds) in found.items()} == {"global": [1, 2, 3], "domain_prompts": [3]}
+
+
+def test_a_phase_is_answered_a_few_times_and_not_after_it_counts(tmp_path: Path) -> None:
+    own = agreement(tmp_path)
+    for _ in range(ATTEMPTS):
+        own._expect_turn(task(2))
+        own.note_sending(task(2))
+    with pytest.raises(NotAgreed, match=f"was answered {ATTEMPTS} times"):
+        own._expect_turn(task(2))
+    own._expect_turn(task(2, "second"))
+    own.note_settled("train", 2, "train")
+    own.note_settled("train", 2, "train")
+    assert own.sent.settled == ["train train"], "noted once"
+    for over in (task(2), task(1, "second")):
+        with pytest.raises(NotAgreed, match="is over"):
+            own._expect_turn(over)
+    own._expect_turn(task(2, kind="evaluate"))
+    own._expect_turn(task(3))
+    own.note_sending(task(3))
+    assert (own.sent.round, own.sent.sent, own.sent.settled) == (3, {"train train": 1}, [])
+    own.note_settled("train", 4, "train")  # sent before a kill, and noted only now
+    assert (own.sent.round, own.sent.sent, own.sent.settled) == (4, {"train train": 1}, ["train train"])
+    assert Agreement.kept(own.state).sent == own.sent, "on the disk"
+
+
+def test_a_restored_coordinator_is_followed_so_many_times(tmp_path: Path) -> None:
+    own = agreement(tmp_path)
+    own.note_sending(task(3))
+    own.note_settled("train", 3, "train")
+    for number in range(RESTORES):
+        assert own.changes(own.consent.terms) == []
+        again = task(3, epoch=f"e{number + 2}")
+        own._expect_turn(again)
+        own.note_sending(again)
+        own.note_settled("train", 3, "train")
+        assert (own.sent.restores, own.sent.epoch) == (number + 1, again.epoch)
+    with pytest.raises(NotAgreed, match=f"went back {RESTORES} times"):
+        own._expect_turn(task(own.sent.round, epoch="another"))
+    assert own.changes(own.consent.terms) == [f"the coordinator went back to earlier rounds {RESTORES} times"]
+    own.state.write_note(WITHDRAWN, "noon")
+    assert own.changes(own.consent.terms)[0] == "consent was withdrawn at noon"
+    with pytest.raises(ClientError, match="withdrawn consent"):
+        own.expect_consent()
+    anew = Agreement.made(own.state, own.consent.terms)
+    assert (anew.sent.restores, anew.sent.sent, anew.changes(own.consent.terms)) == (0, own.sent.sent, [])
