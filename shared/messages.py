@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.privacy.accounting import LARGEST_EPSILON, LEAST_NOISE, MOST_EPSILON, MOST_NOISE, Event
+from promptfed.shared.service.reasons import ID_PATTERN
 from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.sections import Evaluations
 from promptfed.shared.spec.spec import BackboneShape, ClassNames, Name, Template
@@ -34,7 +35,7 @@ MethodPackage = Annotated[
         description="the Python package, as name==version, that brings the method; left out for promptfed's own",
     ),
 ]
-Id = Annotated[str, Field(pattern=r"^[!-~]{1,100}$")]
+Id = Annotated[str, Field(pattern=ID_PATTERN)]
 Release = Annotated[str | None, Field(pattern=r"^[!-~]{1,50}$")]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
@@ -110,9 +111,9 @@ class EnrolRequest(Message):
 class EnrolResponse(Message):
     """201 (new) or 200 (the same name and secret again)."""
 
-    client_id: str
-    federation_id: str
-    name: str
+    client_id: Id
+    federation_id: Id
+    name: Name
     release: Annotated[Release, left_out(description="of promptfed at the coordinator")] = None
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ settings.load_profile("any_speed")
 UNWANTED = ("COLUMNS", "LINES", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
+STATE = tempfile.TemporaryDirectory(prefix="promptfed-state-", ignore_cleanup_errors=True)
+
+
 def pytest_configure() -> None:
     """The same whoever starts the tests: what the shell says of terminals, proxies and settings of ours is no part."""
     # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
@@ -32,6 +36,8 @@ def pytest_configure() -> None:
         if name in UNWANTED or name.startswith(("PROMPTFED_CLIENT_", "PROMPTFED_COORDINATOR", "PROMPTFED_OPERATOR_")):
             del os.environ[name]
     machine.share_heaps()
+    # What a client leaves in its account's folder: also those of processes that a test starts.
+    os.environ["XDG_STATE_HOME"] = STATE.name
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 
 

@@ -55,6 +55,10 @@ class BadAnswer(Exception):
     """The coordinator's answer arrived whole and is not what the protocol says; asking again would not help."""
 
 
+class WrongReceipt(BadAnswer):
+    """The coordinator confirms something else than what was sent."""
+
+
 class Unavailable(Exception):
     """A 5xx, a 429 that says when to come again, or whatever somebody else answers in the coordinator's place.
 

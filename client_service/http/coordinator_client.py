@@ -7,6 +7,7 @@ import hashlib
 import re
 import ssl
 from base64 import b64decode
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,9 @@ from promptfed.client_service.http.connection import (
     CoordinatorConnection,
     Patience,
     Refused,
+    Reply,
     Unavailable,
+    WrongReceipt,
     parse,
 )
 from promptfed.client_service.settings import Settings
@@ -50,13 +53,27 @@ IN_FILES = 16 << 20  # bytes from which a payload comes into a file
 TIMEOUTS = httpx.Timeout(300.0, connect=TIMEOUT.connect)
 SMALL_SECONDS = 60.0
 ATTEMPTS = 3  # that may end with `upload-timeout`
-RECEIPT = partial(parse, Receipt)
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
+
+
+def receipt_for(task_id: str, sha256: str | None = None) -> Callable[[Reply], Receipt]:
+    """Reads the receipt of what was sent for a task: of these bytes, where it says of which."""
+
+    def read(reply: Reply) -> Receipt:
+        receipt = parse(Receipt, reply)
+        for what, told, sent in (("task", receipt.task_id, task_id), ("digest", receipt.sha256, sha256)):
+            if None not in (told, sent) and told != sent:
+                text = f"the coordinator's receipt has the {what} {str(told)[:100]!a}; {sent} was sent"
+                raise WrongReceipt(f"{text}: tell its operator") if reply.proven else Damaged(text)
+        return receipt
+
+    return read
 
 
 async def send(
     connection: CoordinatorConnection,
     url: str,
+    task_id: str,
     body: Body,
     wait: int = 0,
     content_type: str = "application/octet-stream",
@@ -68,6 +85,7 @@ async def send(
 
     Raises:
         Refused: the coordinator does not take it.
+        WrongReceipt: it confirms something else.
         ClientError: UNREACHABLE where nobody has answered for ``connection.give_up_after`` seconds.
     """
     headers = {
@@ -77,6 +95,7 @@ async def send(
         "Content-Digest": body.digest_field,
     }
     slow, query = 0, f"?next={wait}" if wait else ""
+    read = receipt_for(task_id, f"sha256:{body.sha256}")
 
     async def attempt() -> Receipt | None:
         nonlocal slow, query
@@ -84,7 +103,9 @@ async def send(
         timeouts = TIMEOUTS if asked == url else httpx.Timeout(wait + SMALL_SECONDS, connect=TIMEOUT.connect)
         try:
             reply = await connection.once("PUT", asked, body.parts, headers, timeouts, MAX_JSON_BYTES, whole=body)
-            return RECEIPT(reply)
+            return read(reply)
+        except WrongReceipt:
+            raise
         except BadAnswer:
             return None  # it is accepted; what the next answer holds is told there
         except Refused as refused:
@@ -204,8 +225,11 @@ class CoordinatorClient(CoordinatorConnection):
     async def enrol(self, enrolment_token: str, request: EnrolRequest) -> EnrolResponse:
         """Enrol, or be recognised again by the same name and secret."""
         body = request.model_dump_json().encode()
-        path, read = self._path("clients"), partial(parse, EnrolResponse)
-        return await self.call("POST", path, token=enrolment_token, body=body, read=read)
+        read = partial(parse, EnrolResponse)
+        answer = await self.call("POST", self._path("clients"), token=enrolment_token, body=body, read=read)
+        if answer.name != request.name:
+            raise BadAnswer(f"the coordinator has enrolled {answer.name!r}, not {request.name!r}: tell its operator")
+        return answer
 
     async def task(
         self, wait: int, *, retry: bool = True, carrying: str | None = None, progress: float | None = None
@@ -261,7 +285,8 @@ class CoordinatorClient(CoordinatorConnection):
     async def send_exchange(self, task_id: str, body: bytes) -> None:
         """Answer a step of a secure sum; returns when the coordinator has just these bytes."""
         headers, path = {"Content-Type": "application/octet-stream"}, self._task_path(task_id, "exchange")
-        await self.call("PUT", path, token=self.token, body=body, headers=headers, read=RECEIPT)
+        read = receipt_for(task_id, f"sha256:{hashlib.sha256(body).hexdigest()}")
+        await self.call("PUT", path, token=self.token, body=body, headers=headers, read=read)
 
     async def send_evaluation(self, task_id: str, evaluation: EvaluationRequest, wait: int = 0) -> Task | None:
         """Send accuracies; ``wait`` and what is returned as of `send_update`."""
@@ -271,7 +296,8 @@ class CoordinatorClient(CoordinatorConnection):
     async def send_failure(self, task_id: str, failure: FailureRequest) -> None:
         """Tell the coordinator not to wait for this task."""
         body = failure.model_dump_json().encode()
-        await self.call("POST", self._task_path(task_id, "failure"), token=self.token, body=body, read=RECEIPT)
+        path, read = self._task_path(task_id, "failure"), receipt_for(task_id)
+        await self.call("POST", path, token=self.token, body=body, read=read)
 
     async def ask(self, kind: type[AnyMessage], resource: str, **query: str | int) -> AnyMessage:
         """What a resource of the federation answers this client."""
@@ -292,7 +318,7 @@ class CoordinatorClient(CoordinatorConnection):
         """Answer a task; the next one, if the receipt holds it."""
         # Of several coordinators one that is silent is given up, after less than an update and a wait may take.
         wait = 0 if self.addresses.several else wait
-        receipt = await send(self, self._task_path(task_id, resource), body, wait, **about)
+        receipt = await send(self, self._task_path(task_id, resource), task_id, body, wait, **about)
         task = receipt.next if receipt is not None else None
         if task is not None and self.sent is not None:
             self.sent.asked(task)

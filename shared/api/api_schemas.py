@@ -267,6 +267,7 @@ class Receipt(BaseModel):
 
     task_id: str
     status: Literal["accepted", "failed"]
+    sha256: Annotated[str | None, left_out(description="of a body of tensors, as it is stored")] = None
     next: Annotated[Task | None, left_out(description="the client's next task, if it asked for that")] = None
 
 

@@ -19,8 +19,9 @@ from promptfed.shared.api.report_schemas import CentralPrivacy, EvaluationReport
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import FIGURES, Domain, FederationState, Figure, GreyScale, Role
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION
+from promptfed.shared.service.reasons import ID_PATTERN
 from promptfed.shared.spec.section import left_out
-from promptfed.shared.spec.spec import BackboneSpec, ClassName, Licence, Origin, TrainingSpec
+from promptfed.shared.spec.spec import BackboneSpec, ClassName, Licence, Name, Origin, TrainingSpec
 
 FORMAT = 1
 STATE_FILE, WEIGHTS_FILE, JSON_FILE, MARKDOWN_FILE = (
@@ -44,8 +45,8 @@ MOST_CARD_BYTES = 8 << 20  # what a coordinator reads of a JSON body
 class FederationName(BaseModel):
     """Which federation a result is of, and how it stood."""
 
-    name: str
-    id: str
+    name: Name
+    id: Annotated[str, Field(pattern=ID_PATTERN)]
     state: FederationState
 
 

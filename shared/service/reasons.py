@@ -49,6 +49,7 @@ OF_YAML = {
 """What PyYAML's problems hold, and what is said; empty: the problem itself."""
 NESTED = "it is nested too deeply; check which file it is"
 NOT_TEXT = "it is not text in UTF-8; check which file it is"
+ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"  # no path: clients name folders and addresses by ids
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _SHOULD = re.compile(r"^[A-Z]\w* should ")
 _PREFIX, _SUFFIX = re.compile(r"^\[[^\]]*\] "), re.compile(r" \(_ssl\.c:\d+\)$")

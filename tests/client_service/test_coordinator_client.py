@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http import connection
@@ -26,7 +27,14 @@ from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.shared.api.api_schemas import SpendList
-from promptfed.shared.messages import EnrolRequest, EvaluationRequest, FailureRequest, Task
+from promptfed.shared.messages import (
+    EnrolmentInfo,
+    EnrolRequest,
+    EnrolResponse,
+    EvaluationRequest,
+    FailureRequest,
+    Task,
+)
 from promptfed.shared.service.digests import Damaged, field_of
 from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.spec.spec import BackboneShape
@@ -404,7 +412,7 @@ def test_a_payload_that_is_not_what_was_announced_is_refused(content: bytes) -> 
 
 
 def test_an_update_carries_its_digest() -> None:
-    script = Scripted(httpx.Response(201, json=RECEIPT))
+    script = Scripted(httpx.Response(201, json=RECEIPT | {"task_id": "a/../task"}))
     asyncio.run(script.client.send_update("a/../task", Body.of(b"update")))
     request = script.requests[0]
     digest = base64.b64encode(hashlib.sha256(b"update").digest()).decode()
@@ -479,6 +487,44 @@ def test_a_receipt_without_a_readable_task_is_a_receipt(body: bytes) -> None:
     script = Scripted(proven(body, 201))
     assert asyncio.run(script.client.send_update("s", Body.of(b"x"), 15)) is None
     assert len(script.requests) == 1
+
+
+OTHER = f"sha256:{hashlib.sha256(b'other').hexdigest()}"
+SENDING: dict[str, Callable[[CoordinatorClient], Any]] = {
+    "update": lambda client: client.send_update("s", Body.of(b"x"), 15),
+    "exchange": lambda client: client.send_exchange("s", b"x"),
+    "evaluation": lambda client: client.send_evaluation("s", EvaluationRequest(splits={}), 15),
+    "failure": lambda client: client.send_failure("s", FailureRequest(type="x", detail="y")),
+}
+
+
+@pytest.mark.parametrize("kind", SENDING)
+def test_a_receipt_of_something_else_confirms_nothing(kind: str) -> None:
+    """It is asked for again where it may have been damaged or mixed up on the way, and else refused."""
+    right = {"task_id": "s", "status": "accepted"}
+    wrong = [right | {"task_id": "r"}, *([right | {"sha256": OTHER}] if kind in ("update", "exchange") else [])]
+    for told in wrong:
+        script = Scripted(proven(json.dumps(told).encode(), 201))
+        with pytest.raises(BadAnswer, match=r"the coordinator's receipt has the (task|digest) .* was sent"):
+            asyncio.run(SENDING[kind](script.client))
+        assert len(script.requests) == 1
+        script = Scripted(httpx.Response(201, json=told), httpx.Response(200, json=right))
+        asyncio.run(SENDING[kind](script.client))
+        assert len(script.requests) == 2
+
+
+def test_an_enrolment_of_another_name_is_refused() -> None:
+    script = Scripted(proven(b'{"client_id": "1", "federation_id": "f", "name": "other"}', 201))
+    with pytest.raises(BadAnswer, match="enrolled 'other', not 'n'"):
+        asyncio.run(script.client.enrol("t", REQUEST))
+
+
+@pytest.mark.parametrize("id", ["../../x", "a/b", "..", ".ssh", "x" * 101, ""])
+def test_ids_of_a_coordinator_are_no_paths(id: str) -> None:
+    """Clients name folders by the federation's id."""
+    for model, given in ((EnrolmentInfo, INFO), (EnrolResponse, {"client_id": "1", "federation_id": "f", "name": "n"})):
+        with pytest.raises(ValidationError):
+            model.model_validate(given | {"federation_id": id})
 
 
 def test_one_of_several_coordinators_is_not_kept_waiting() -> None:
