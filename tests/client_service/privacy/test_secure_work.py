@@ -1,0 +1,117 @@
+"""A client's steps of a secure sum: each is computed once, in its turn, of one change, and sent until it is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from promptfed.client_service.exits import ClientError, Failure
+from promptfed.client_service.privacy.secure import SecureWork, StepAnswer, Trained
+from promptfed.client_service.state.private_state import TensorOrigin
+from tests.support.malicious import World
+
+
+def refused(kind: str, act: Any, *given: Any) -> str:
+    with pytest.raises(Failure) as failed:
+        act(*given)
+    assert failed.value.kind == kind
+    return str(failed.value)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    made = World(tmp_path)
+    made.begin()
+    return made
+
+
+def told(world: World) -> bytes:
+    return world.roster.message(world.signed).model_dump_json().encode()
+
+
+def test_a_step_is_computed_once_in_its_turn_and_for_its_own_attempt(world: World) -> None:
+    work, task = world.works[0], world.task("share", 0)
+    assert "not understood" in refused("bad-roster", work.answer, task, b"{")
+    assert "before step share" in refused("bad-roster", work.answer, world.task("mask", 0), b"{}")
+    for other in (world.task("share", 0, attempt=2), world.task("share", 0, round=2)):
+        assert "no keys for attempt" in refused("bad-roster", work.answer, other, told(world))
+    first = work.answer(task, told(world))
+    assert work.answer(task, b"something else").body == first.body, "answered before"
+    assert SecureWork(work._state, "fed-1").answer(task, b"").body == first.body, "and after a restart"
+
+
+def test_the_last_answer_is_sent_again_until_it_is_taken_or_refused_for_good(world: World) -> None:
+    work = world.works[0]
+    keys = work.unsent()
+    assert (keys.kind, keys.task_id) == ("train", "train-0-1-1")
+    work.note_accepted(keys)
+    assert work.unsent() == keys, "of keys it does not matter: sent again at worst"
+    world.mask()
+    masked = work.unsent()
+    assert masked.kind == "mask"
+    work.note_accepted(masked)
+    work.note_accepted(masked)
+    assert work.unsent() is None
+    assert work._attempt().accepted == ["mask"]
+    world.works[1].note_refused(world.works[1].unsent())
+    assert world.works[1].unsent() is None
+    assert SecureWork(world.works[1]._state, "fed-1").unsent() is None, "on the disk"
+    world.works[2].drop()
+    world.works[2].note_refused(StepAnswer("mask-2", "mask", b""))
+    assert (world.works[2].unsent(), world.works[2].cost()) == (None, None)
+
+
+def test_a_change_is_of_one_payload_and_phase(world: World) -> None:
+    work = world.works[0]
+    assert work.is_trained(world.task("train", 0))
+    assert work.is_trained(world.task("train", 0, attempt=2)), "another attempt sums the same change"
+    assert not work.is_trained(world.task("train", 0, b"others"))
+    assert not work.is_trained(world.task("train", 0, round=2))
+    work.drop()
+    assert not work.is_trained(world.task("train", 0))
+
+
+def test_no_payload_is_served_for_two_phases_and_no_round_comes_again(world: World) -> None:
+    work = world.works[0]
+    work.expect(world.task("train", 0))
+    assert "difference" in refused("payload-repeated", work.expect, world.task("train", 0, round=2))
+    task = world.task("train", 0, b"third", round=3)
+    update = {"context": world.prompts + 1.0}
+    work.keep(task, {"context": world.prompts}, Trained(update, {}, TensorOrigin(task.task_id, 3, "train")))
+    assert "after round 3" in refused("payload-repeated", work.expect, world.task("train", 0, b"new", round=2))
+    work.expect(world.task("train", 0, b"new", round=3))
+    work.expect(world.task("mask", 0, round=2))  # what is no training is held against what was revealed
+
+
+def test_after_a_reveal_only_its_own_attempt_is_answered(world: World) -> None:
+    world.whole()
+    work = world.works[0]
+    work.expect(world.task("unmask", 0))
+    for other in (world.task("unmask", 0, attempt=2), world.task("train", 0)):
+        assert "attempt 1 of round 1" in refused("already-revealed", work.expect, other)
+    work.expect(world.task("unmask", 0, round=2))
+
+
+def test_keys_are_made_once_for_each_attempt(world: World) -> None:
+    work, task = world.works[0], world.task("train", 0)
+    first = work.keys(task)
+    assert work.keys(task).body == first.body
+    second = work.keys(world.task("train", 0, attempt=2))
+    assert second.body != first.body
+    assert "is over" in refused("bad-roster", work.keys, task)
+    too_far = {"context": torch.full((70,), 1e30)}
+    task = world.task("train", 1, b"x", round=2)
+    given = (task, {"context": world.prompts}, Trained(too_far, {}, TensorOrigin("t", 2, "train")))
+    refused("out-of-range", world.works[1].keep, *given)
+
+
+def test_a_damaged_key_of_a_client_ends_it_by_name(world: World) -> None:
+    work = world.works[0]
+    name = "signing.key"
+    assert work._state.read_note(name)
+    work._state.write_note(name, "no key")
+    with pytest.raises(ClientError, match=r"signing\.key is damaged"):
+        work.keys(world.task("train", 0, b"y", round=2))
