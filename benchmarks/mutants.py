@@ -17,7 +17,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 import types
 from collections import Counter, defaultdict
@@ -36,9 +35,8 @@ RESULTS = HERE / "results.jsonl"
 EQUIVALENT = (ROOT / "benchmarks" / "equivalent_mutants.txt").read_text().splitlines()
 PRODUCT = ("client_service", "coordinator", "shared")
 TIERS = {"first": "not slow and not extended", "second": "extended and not slow"}
-MOST_TESTS = 60
-KILLED, SURVIVED, UNTESTED = "killed", "survived", "no test runs it"
-UNFINISHED, NOT_RUN = "unfinished", "cannot be run"
+MOST_TESTS = 90
+KILLED, SURVIVED, UNTESTED, UNFINISHED, NOT_RUN = "killed", "survived", "no test", "unfinished", "cannot be run"
 
 SWAPPED: Mapping[type, tuple[type, ...]] = {
     ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.Lt),
@@ -159,22 +157,21 @@ def digest(*names: str) -> str:
 
 def forked(work: Callable[[], int], limit: float, log: Path) -> int | None:
     """The exit code of a fork that does the work; None where its time ran out. All that it started is ended."""
+    log.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
         code = 99
         try:
             os.setsid()
-            handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for standard in (1, 2):
-                os.dup2(handle, standard)
+                os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
             code = work()
-            sys.stdout.flush()
         finally:
             os._exit(code)
     end, done, status = time.monotonic() + limit, 0, 0
     while not done and time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
         time.sleep(0.02)
+        done, status = os.waitpid(pid, os.WNOHANG)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(status) if done else os.waitpid(pid, 0) and None
@@ -284,11 +281,14 @@ class Campaign:
             for test in tests & self.by_id.keys():
                 seconds[test] = mapped["seconds"][test]
                 near[test] = here[test] / (everywhere[test] + 50) / (0.1 + seconds[test]) ** 0.3
-        left, number = self.options.limit / 2, 0
+        left, functions, rank = self.options.limit / 2, Counter[str](), {}
         for test in sorted(near, key=lambda test: -near[test]):
-            if number < MOST_TESTS and (number == 0 or seconds[test] <= left):
+            rank[test] = functions[test.partition("[")[0]]  # one case of each function first, then a second one of each
+            functions.update([test.partition("[")[0]])
+        for test in sorted(rank, key=lambda test: rank[test])[:MOST_TESTS]:
+            if seconds[test] <= left or not chosen:
                 chosen[test.partition("::")[0]].append(self.by_id[test])
-                left, number = left - seconds[test], number + 1
+                left -= seconds[test]
         return [item for items in chosen.values() for item in items]
 
     def _try(self, mutant: Mutant, tests: str) -> None:
@@ -313,7 +313,7 @@ class Campaign:
         if not exchanged:
             return 99
         runner.run(items, lambda test: None, False)
-        print("\nFAILED", *runner.failed)
+        print("\nFAILED", *runner.failed, flush=True)
         return bool(runner.failed)
 
 

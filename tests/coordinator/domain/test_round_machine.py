@@ -335,6 +335,41 @@ def test_the_second_phase_asks_all_where_the_method_says_so() -> None:
     assert play.open == ["a", "b", "c", "d"]
 
 
+def test_a_third_phase_asks_those_who_answered_the_first() -> None:
+    play = training(rules((*TWO, PhasePlan("third")), quorum=0.3), "b", "a", "c")
+    assert list(play.run.stage.asks) == ["a", "b", "c"], "whatever the order in which they came"
+    play.send(run_state.Failed("c", play.now))
+    play.send(Answered("b", play.now))
+    play.send(Answered("a", play.now))
+    play.done()
+    play.send(run_state.Failed("b", play.now))
+    play.send(Answered("a", play.now))
+    play.done()
+    assert (play.run.stage.name, play.open) == ("third", ["a", "b"])
+
+
+@pytest.mark.parametrize(("ask", "added"), [("all", ["c", "d"]), ("answered", [])])
+def test_an_extended_second_phase_asks_more_only_where_it_asks_all(ask: Any, added: list[str]) -> None:
+    phases = (PhasePlan("prompts"), PhasePlan("aggregators", ask))
+    play = training(rules(phases, fraction=0.5), "a", "b", "c", "d")
+    first = play.open
+    play.all_answer().done()
+    assert play.open == (sorted("abcd") if ask == "all" else first)
+    if ask == "all":
+        play.run = replace(play.run, stage=replace(play.run.stage, asks=dict.fromkeys("ab", "open")))
+    facts = play.later(10)
+    assert of(run_state.Asked, facts) == ([run_state.Asked(tuple(added))] if added else [])
+
+
+def test_an_extension_of_a_secure_sum_takes_no_more_than_a_sum_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("promptfed.coordinator.domain.round_machine.MOST_CLIENTS", 3)
+    for own, asked in ((secure(), 3), (rules(quorum=0.6), 5)):
+        play = Play(replace(own, fraction=0.4), *FIVE).start().evaluated()
+        play.run = replace(play.run, stage=replace(play.run.stage, asks=dict.fromkeys(play.open[:2], "open")))
+        play.later(11)
+        assert len(play.run.stage.asks) == asked
+
+
 def test_the_second_phase_goes_on_without_one_who_was_withdrawn_between_the_phases() -> None:
     play = training(rules(TWO), "a", "b", "c").all_answer()
     play.send(Withdraw("b", False, play.now))
@@ -710,6 +745,19 @@ def test_too_few_in_a_step_begin_another_attempt_with_those_of_the_first() -> No
     run.done()
     assert run.run.stage.kind == "evaluate"
     assert run.run.step == 10
+
+
+def test_a_second_attempt_takes_the_least_number_whatever_the_first_needed() -> None:
+    run = Play(replace(secure(), quorum=1.0), *FIVE).start().evaluated()
+    answer(run, "a", "b", "c", "d")
+    run.later(11)
+    assert run.run.stage.kind == "train", "all five are wanted"
+    answer(run, "e")
+    late(run)
+    assert run.run.stage.name == "train/2"
+    answer(run, "a", "b", "c")
+    run.later(11)
+    assert run.run.stage.name == "train/2/share"
 
 
 def test_the_last_attempt_pauses_and_can_be_resumed() -> None:
