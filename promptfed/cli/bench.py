@@ -15,7 +15,7 @@ from promptfed.cli.bench_options import BenchOptions
 from promptfed.cli.common import refuse
 from promptfed.experiments.bench.entries import RawSpec, parse_entries
 from promptfed.experiments.bench.plots import draw
-from promptfed.experiments.bench.presets import REDUCED_SEEDS, SEEDS, embedded_presets, preset_names, read_preset
+from promptfed.experiments.bench.presets import REDUCED_SEEDS, SEEDS, SUITES, preset_names, presets_of, read_preset
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
 from promptfed.experiments.bench.runner import (
     Bench,
@@ -88,7 +88,7 @@ MISSING = ("there is no folder", ", or is not whole")  # in errors of data that 
 _ALL = frozenset(
     {"protocol", "out", "seeds", "pool", "device", "allow_backbone", "backbone_file", "new_data", "as_json"}
 )
-_EMBEDDED = _ALL | {"reduced"}
+_SUITE = _ALL | {"reduced"}
 _PRESET = _ALL | {"root", "spec", "rounds"}
 
 
@@ -110,8 +110,8 @@ def run_bench(
     refuse_unused(protocol, setting, written)
     runner = Runner(options.out, options.pool, options.device, allow_backbone, options.new_data)
     seeds, spec, rounds = options.seeds or "0,1,2", options.spec, options.rounds
-    if protocol == "embedded":
-        run_embedded(runner, options.reduced, options.seeds, as_json)
+    if protocol in SUITES:
+        run_suite(protocol, runner, options.reduced, options.seeds, as_json)
         return
     if protocol.startswith("paper:"):
         run_preset(protocol, options.root, seeds, runner, spec, rounds, as_json)
@@ -147,8 +147,8 @@ def refuse_unused(protocol: str, setting: Setting, written: Set[str]) -> None:
     Raises:
         CommandError: there are such options.
     """
-    if protocol == "embedded":
-        unused, reason = written - _EMBEDDED, "its panels set the rest"
+    if protocol in SUITES:
+        unused, reason = written - _SUITE, "its panels set the rest"
     elif protocol.startswith("paper:"):
         unused, reason = written - _PRESET, "the preset sets the rest"
     elif protocol in PROTOCOLS:
@@ -247,15 +247,15 @@ def finish(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[TableRow
     return results
 
 
-def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool) -> None:
-    """Run the embedded benchmark, a folder for each preset.
+def run_suite(suite: str, runner: Runner, reduced: bool, seeds: str | None, as_json: bool) -> None:
+    """Run a suite of `SUITES`, a folder for each preset.
 
     Raises:
         CommandError: as `finish`.
     """
     numbers = whole_numbers(seeds, "--seeds") if seeds else REDUCED_SEEDS if reduced else SEEDS
     made = {}
-    for name, preset in embedded_presets().items():
+    for name, preset in presets_of(suite).items():
         own = replace(runner, out=runner.out / name)
         if not as_json:
             say(preset.title)

@@ -45,7 +45,7 @@ def bench(
         str,
         typer.Argument(
             help="base-to-novel, leave-one-domain-out, personalisation, cross-dataset, few-shot:ONE_OF_THESE, "
-            "multi-label, paper:TABLE, or embedded: what needs no download"
+            "multi-label, paper:TABLE, embedded: what needs no download, or photos: what packages bring"
         ),
     ],
     options: Annotated[BenchOptions, Made(BenchOptions)],

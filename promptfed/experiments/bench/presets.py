@@ -1,8 +1,8 @@
-"""Benches described in files: the papers' tables and the embedded benchmark.
+"""Benches described in files: the papers' tables and suites of several.
 
 A file names a protocol, a setting with data below ``{root}``, the methods, and the spec that they share. Files in
 ``papers`` (``paper:plan-pacs``) also hold the figures that the paper prints in the table's columns (percent; null for a
-misprint). Files in ``embedded`` use data that come with promptfed; together they make one document.
+misprint). Files in ``embedded`` use data that come with promptfed, those in ``photos`` photographs that others publish.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from promptfed.experiments.bench.tables import PAPER, TableRow
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.spec.spec import merged
 
-PAPERS, EMBEDDED = (Path(__file__).parent / folder for folder in ("papers", "embedded"))
+PAPERS = Path(__file__).parent / "papers"
+SUITES = {name: Path(__file__).with_name(name) for name in ("embedded", "photos")}
+"""Folders of presets that run one after another, by the name on the command line."""
 PREFIX = "paper:"
 ALL = "all"  # the only panel of a preset without ``each``
-SEEDS, REDUCED_SEEDS = (0, 1, 2), (0,)  # of the embedded benchmark
+SEEDS, REDUCED_SEEDS = (0, 1, 2), (0,)  # of a suite
 
 _DOMAIN_SETS = "the links in github.com/facebookresearch/DomainBed (domainbed/scripts/download.py)"
 SOURCES = {
@@ -147,13 +149,14 @@ def read_preset(name: str) -> Preset:
     return _read(PAPERS / f"{name.removeprefix(PREFIX)}.yaml")
 
 
-def embedded_presets() -> dict[str, Preset]:
-    """The embedded benchmark's presets by name, in the order of their numbers."""
-    return {path.stem: _read(path) for path in sorted(EMBEDDED.glob("*.yaml"), key=lambda path: number_of(path.stem))}
+def presets_of(suite: str) -> dict[str, Preset]:
+    """The presets of one of `SUITES` by name, in the order of their numbers."""
+    files = sorted(SUITES[suite].glob("*.yaml"), key=lambda path: number_of(path.stem))
+    return {path.stem: _read(path) for path in files}
 
 
 def number_of(name: str) -> int:
-    """The number of a preset of the embedded benchmark: 2 for ``2-leave-one-domain-out``."""
+    """The number of a preset of a suite: 2 for ``2-leave-one-domain-out``."""
     return int(name.partition("-")[0])
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import StatisticsError, fmean, pstdev, stdev
 
+import numpy as np
 from pydantic import BaseModel
 
 from promptfed.experiments.bench.protocols import TARGET, Protocol
 from promptfed.experiments.bench.runner import VARIANT, Bench, BenchRun, row_label
+from promptfed.experiments.bench.tuning import paired_bootstrap
 from promptfed.sdk.output import size
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.metrics import Outcomes, calibration_error, class_accuracies, largest_share, macro_f1
+from promptfed.shared.metrics import Floats, Outcomes, calibration_error, class_accuracies, largest_share, macro_f1
 from promptfed.shared.plain_text import markdown_cell, markdown_code
 
 ZERO_SHOT = "zero-shot"
@@ -181,10 +183,14 @@ def cell(row: TableRow, column: str, zero_shot: TableRow | None) -> str:
 FIGURES = ("accuracy", "majority", "auroc", "ece", "macro_f1", "worst_class", "sd_clients", "worst_client")
 
 
+BySeed = Mapping[int, Sequence[Outcomes]]
+
+
 class Measures(BaseModel):
     """Fractions of one entry (or variant) on one test set by seed.
 
     ``ece`` and ``worst_class`` are over all clients' images; the others weight every client equally.
+    ``over_zero_shot``: the mean difference over all images of all seeds, and its 95 % interval over paired images.
     """
 
     label: str
@@ -198,6 +204,7 @@ class Measures(BaseModel):
     worst_class: list[float]
     sd_clients: list[float]
     worst_client: list[float]
+    over_zero_shot: tuple[float, float, float] | None = None
 
 
 def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
@@ -216,8 +223,22 @@ def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
     for (label, split), by_seed in groups.items():
         each_seed = [figures(clients) for clients in by_seed.values()]
         rows = {name: [values[name] for values in each_seed] for name in FIGURES}
-        measures.append(Measures(label=label, split=split, seeds=list(by_seed), **rows))
+        template = groups.get((f"{label} ({ZERO_SHOT})", split))
+        gain = None if template is None else _gain(by_seed, template)
+        measures.append(Measures(label=label, split=split, seeds=list(by_seed), over_zero_shot=gain, **rows))
     return measures
+
+
+def _gain(ours: BySeed, others: BySeed) -> tuple[float, float, float]:
+    """Over the images that both were tested on."""
+    known = {(seed, own.client, own.images): _right(own) for seed, clients in others.items() for own in clients}
+    both = [((seed, own.client, own.images), own) for seed, clients in ours.items() for own in clients]
+    differences = [_right(own) - known[key] for key, own in both if key in known]
+    return float(np.concatenate(differences).mean()), *paired_bootstrap(differences)
+
+
+def _right(own: Outcomes) -> Floats:
+    return np.equal(own.labels, own.predicted).astype(float)
 
 
 def figures(clients: Sequence[Outcomes]) -> dict[str, float]:
@@ -256,6 +277,7 @@ def measures_table(rows: Sequence[Measures]) -> list[str]:
         "method",
         "test set",
         "accuracy",
+        "over zero-shot",
         "majority",
         "AUROC",
         "ECE",
@@ -265,7 +287,15 @@ def measures_table(rows: Sequence[Measures]) -> list[str]:
         "worst client",
     ]
     lines = [
-        [markdown_cell(row.label), markdown_cell(row.split), *(_percent(getattr(row, name)) for name in FIGURES)]
+        [
+            markdown_cell(row.label),
+            markdown_cell(row.split),
+            _percent(row.accuracy),
+            ""
+            if row.over_zero_shot is None
+            else "{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * value for value in row.over_zero_shot)),
+            *(_percent(getattr(row, name)) for name in FIGURES[1:]),
+        ]
         for row in rows
     ]
     return markdown_table(header, lines, text_columns=(0, 1))

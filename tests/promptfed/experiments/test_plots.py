@@ -196,4 +196,7 @@ def test_rows_are_by_variant_and_test_set_over_the_seeds() -> None:
         ("a", "test", [0, 1]),
         ("a (zero-shot)", "test", [0]),
     ]
+    assert rows[0].over_zero_shot == (0.5, 0.0, 1.0)  # of the images that both were tested on
+    assert rows[1].over_zero_shot is None
+    assert "| +50.0 (+0.0 to +100.0) |" in measures_table(rows)[2]
     assert rows[0].accuracy == [1.0, 0.5]

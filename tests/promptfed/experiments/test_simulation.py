@@ -39,7 +39,7 @@ from promptfed.client_service.training.data import held_out
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.coordinator.engine import jobs
 from promptfed.experiments.bench import presets, runner
-from promptfed.experiments.bench.presets import SEEDS, embedded_presets
+from promptfed.experiments.bench.presets import SEEDS, SUITES, presets_of
 from promptfed.experiments.bench.runner import provenance
 from promptfed.experiments.simulation import simulation
 from promptfed.experiments.simulation.asgi_transport import InProcess
@@ -396,9 +396,14 @@ notes: Nothing to be read in one round.
 """
 
 
-@pytest.mark.parametrize("name", embedded_presets())
-def test_a_preset_can_be_run(name: str) -> None:
-    preset = embedded_presets()[name]
+@pytest.mark.parametrize(("suite", "name"), [(suite, name) for suite in SUITES for name in presets_of(suite)])
+def test_a_preset_can_be_run(suite: str, name: str) -> None:
+    preset = presets_of(suite)[name]
+    for uri in preset.setting.data if suite == "photos" else ():
+        try:
+            open_source(uri)
+        except DataError as error:
+            pytest.skip(str(error))
     whole, reduced = preset.bench(SEEDS).jobs(), preset.bench((0,), reduced=True).jobs()
     assert len(reduced) <= len(whole) / len(SEEDS)
     assert {job.entry.label for job in reduced} == set(preset.methods)
@@ -408,7 +413,7 @@ def test_a_preset_can_be_run(name: str) -> None:
 
 def test_every_method_stands_in_some_table() -> None:
     """The template's accuracy is a row of every table."""
-    compared = {text.split(":")[0] for preset in embedded_presets().values() for text in preset.methods.values()}
+    compared = {text.split(":")[0] for preset in presets_of("embedded").values() for text in preset.methods.values()}
     assert compared == set(METHODS.own()) - {"zero_shot"}
 
 
@@ -428,7 +433,7 @@ def test_it_runs_reduced_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder, out = tmp_path / "presets", tmp_path / "out"
     folder.mkdir()
     (folder / "1-small.yaml").write_text(SMALL)
-    monkeypatch.setattr(presets, "EMBEDDED", folder)
+    monkeypatch.setitem(presets.SUITES, "embedded", folder)
     asked: list[str] = []
     simulate = runner.simulate
     monkeypatch.setattr(runner, "simulate", lambda *args, **more: asked.append("run") or simulate(*args, **more))
