@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from functools import cache, wraps
 from types import SimpleNamespace
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
 from promptfed.sdk.client import CommandError, Exit
 
@@ -28,7 +29,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
         own = {each.name: each.annotation for each in named if each.annotation is not each.empty}
         hints = get_type_hints(SimpleNamespace(__annotations__=own), function.__globals__, include_extras=True)
-        return {name: (hint, TypeAdapter(hint, config=ANY_CLASS)) for name, hint in hints.items()}
+        return {name: (hint, _adapter(hint)) for name, hint in hints.items()}
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,6 +51,10 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(InstanceOf[hint]) if is_dataclass(hint) else TypeAdapter(hint, config=ANY_CLASS)
 
 
 def all_checked(kind: C) -> C:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import torch
 
+from promptfed.sdk.arguments import all_checked, checked
 from promptfed.shared.seeds import generator
 from promptfed.shared.service import digests
 from promptfed.shared.spec.section import PROTOCOL, VERSION
@@ -98,6 +99,7 @@ def update_body(tensors: Tensors, task: dict[str, Any], **about: Any) -> bytes:
     return encode(tensors, metadata | about)
 
 
+@all_checked
 @dataclass
 class ScriptedClient:
     """A client by hand: every method is one request."""
@@ -171,7 +173,8 @@ class ScriptedClient:
         raise AssertionError("the federation does not end")
 
 
-def drive(clients: list[ScriptedClient], seconds: float = PATIENCE) -> None:
+@checked
+def drive(clients: Sequence[ScriptedClient], seconds: float = PATIENCE) -> None:
     """Let all clients work until the federation has ended."""
     end = time.monotonic() + seconds
     while [client for client in clients if not client.work()]:

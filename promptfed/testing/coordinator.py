@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -15,11 +15,13 @@ from pydantic import ValidationError
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.settings import Settings
+from promptfed.sdk.arguments import all_checked, checked
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.spec.spec import SpecError
 from promptfed.testing.clients import PATIENCE, ScriptedClient, bearer, spec
 
 
+@all_checked
 class OperatorCalls:
     """The operator's calls to a coordinator, and scripted clients of the same coordinator.
 
@@ -96,7 +98,7 @@ class OperatorCalls:
         task: dict[str, Any] = response.json()
         return task
 
-    def training(self, clients: list[ScriptedClient]) -> list[dict[str, Any]]:
+    def training(self, clients: Sequence[ScriptedClient]) -> list[dict[str, Any]]:
         """Answer all evaluations; return each client's training task."""
         tasks = []
         for client in clients:
@@ -161,6 +163,7 @@ class LocalCoordinator(RealCoordinator):
 
 
 @contextmanager
+@checked
 def local_coordinator(folder: Path | str, **options: Any) -> Iterator[LocalCoordinator]:
     """A coordinator that runs for the length of the block."""
     coordinator = LocalCoordinator(folder, **options)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from PIL import Image
 
 import promptfed
 from promptfed.shared.clip import Backbone
-from promptfed.testing import LocalCoordinator, local_coordinator
+from promptfed.testing import LocalCoordinator, OperatorCalls, ScriptedClient, drive, local_coordinator
 from promptfed.testing.plugin import Enrol, TinyFederation
 from tests.support import exports
 from tests.support.coordinators import in_thread
@@ -22,19 +23,20 @@ from tests.support.coordinators import in_thread
 pytest_plugins = ["promptfed.testing.plugin"]
 SMALL = "?topic=weather&per_class=2&test_per_class=2"
 DATA = {"a": f"symbols:neon{SMALL}"}
-FUNCTIONS = [promptfed.run, promptfed.connect, promptfed.verify_export]
-CLASSES = [promptfed.Connection, promptfed.Federation, promptfed.Result]
+FUNCTIONS = [promptfed.run, promptfed.connect, promptfed.verify_export, drive, local_coordinator]
+CLASSES = [promptfed.Connection, promptfed.Federation, promptfed.Result, OperatorCalls, ScriptedClient]
 PUBLIC = FUNCTIONS + [
     member for kind in CLASSES for name, member in vars(kind).items()
     if inspect.isfunction(member) and not name.startswith("_")
 ]  # fmt: skip
-VALID: dict[str, Any] = {"data": ["digits"]}  # of what is needed and is no text
+VALID: dict[str, Any] = {"data": ["digits"], "task": {}, "clients": [], "body": b""}
+VALID["client"] = ScriptedClient(httpx.Client(), "f", "a")  # of what is needed and is no text
 OPEN = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def keywords(function: Callable[..., Any]) -> list[str]:
     kinds = inspect.signature(function).parameters.values()
-    return [each.name for each in kinds if each.name != "self" and each.kind not in OPEN]
+    return [each.name for each in kinds if each.name != "self" and each.annotation != "Any" and each.kind not in OPEN]
 
 
 ALL = [(function, name) for function in PUBLIC for name in keywords(function)]
