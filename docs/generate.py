@@ -1,6 +1,6 @@
-"""The reference page of the spec, which is made from the code.
+"""The reference pages of the spec and of the methods' options, which are made from the code.
 
-``python docs/generate.py`` writes it; with ``--check`` it ends with 1 if the page is stale. `tests/docs` looks too.
+``python docs/generate.py`` writes them; with ``--check`` it ends with 1 if one is stale. `tests/docs` looks too.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from promptfed.shared.methods import METHODS
 from promptfed.shared.spec.spec import FederationSpec
 
-PAGE = Path(__file__).parent / "reference" / "spec.md"
+PAGES = Path(__file__).parent / "reference"
 NOTE = "<!-- Made from the code by `python docs/generate.py`: change the code, not this page. -->\n\n"
 # What the spec's schema does not say itself.
 MEANINGS = {
     "name": "name of the federation at its coordinator",
-    "method": "`name`, and the method's own options beside it: `promptfed methods NAME` lists them",
+    "method": "`name`, and the method's own [options](options.md) beside it",
     "class_names": "the classes to choose among; default: each client's own",
     "template": "the sentence of zero-shot; `{}` is the class name",
     "rounds": "how many rounds there are",
@@ -157,23 +158,43 @@ def shown_value(value: Any) -> str:
     return str(value)
 
 
-def page() -> str:
-    """The page as it should be."""
-    title, _, rest = spec().partition("\n")
-    return f"{title}\n\n{NOTE}{rest.lstrip()}"
+def options() -> str:
+    """The options of all methods as one table; what several have alike is one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(METHODS):
+        for key, field in METHODS[name].Hyper.model_json_schema()["properties"].items():
+            default = code(shown_value(field.get("default")))
+            row = (f"`{key}`", default, _values(field, {}), cell(field.get("description")))
+            rows.setdefault(row, []).append(f"`{name}`")
+    told = [[*row, "all" if len(names) == len(METHODS) else ", ".join(names)] for row, names in sorted(rows.items())]
+    return (
+        "# Options of methods\n\nThey stand beside `name` under `method` in a [spec](spec.md).\n\n"
+        + table(["option", "default", "may be", "meaning", "of"], told)
+        + "\n"
+    )
+
+
+def pages() -> dict[Path, str]:
+    """The pages as they should be."""
+    made = {}
+    for name, text in (("spec.md", spec()), ("options.md", options())):
+        title, _, rest = text.partition("\n")
+        made[PAGES / name] = f"{title}\n\n{NOTE}{rest.lstrip()}"
+    return made
 
 
 def stale() -> bool:
-    """Whether the page is not what the code says."""
-    return not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page()
+    """Whether a page is not what the code says."""
+    return any(not path.is_file() or path.read_text(encoding="utf-8") != text for path, text in pages().items())
 
 
 def main() -> int:
-    """Renew the page, or with ``--check`` say whether it is stale."""
-    if "--check" not in sys.argv:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    return int(stale())
+    """Renew the pages, or with ``--check`` say whether one is stale."""
+    if "--check" in sys.argv:
+        return int(stale())
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import math
 import re
@@ -15,6 +17,7 @@ from types import ModuleType
 import pytest
 
 from promptfed.coordinator.problems import Refusal
+from promptfed.shared.data.options import COMMON_OPTIONS
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface import ClientInfo, ServerContext
@@ -277,3 +280,23 @@ def test_the_page_has_every_exit_code() -> None:
     assert re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE) == [
         (str(int(one)), one.name.lower()) for one in Exit
     ]
+
+
+def accepted_options() -> set[str]:
+    """What the data sources accept, by their calls of ``check_names``."""
+    found: set[str] = set(COMMON_OPTIONS)
+    for path in sorted((ROOT / "shared" / "data").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "check_names":
+                asked = compile(ast.Expression(call.args[0]), str(path), "eval")
+                found |= set(eval(asked, vars(importlib.import_module(f"promptfed.{name}"))))
+    return found
+
+
+def test_every_option_of_a_data_uri_is_on_its_page_and_none_besides() -> None:
+    text = (DOCS / "reference" / "data-uris.md").read_text()
+    told = {name for span in re.findall(r"`([^`]*)`", text) for name in re.findall(r"(?:^|[?&])([a-z_]+)=", span)}
+    accepted = accepted_options()
+    assert len(accepted) > 30
+    assert told - {"domains"} == accepted  # a keyword of promptfed.run
