@@ -39,7 +39,7 @@ export function markdown(card) {
     rows(["", ""], facts),
     card.accuracy ? `## ${measure(card.method.task)} after round ${card.accuracy.round}` : "",
     measured.length ? rows(["client", "test set", "zero-shot", "adapted"], measured) : "",
-    `There are no class weights for plain open\\_clip code here: ${plain(WHY)}.`,
+    `Class weights are not here: ${plain(WHY)}.`,
     `Made at ${card.made.at} at the coordinator's page.`,
   ];
   return `${parts.filter(Boolean).join("\n\n")}\n`;

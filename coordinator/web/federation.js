@@ -275,7 +275,9 @@ function sentence(one) {
   switch (one.kind) {
     case "federation-created": return "created";
     case "federation-state": return `the federation is ${one.state}${one.reason ? `: ${one.reason}` : ""}`;
-    case "client-enrolled": return `${one.client ?? one.name} enrolled`;
+    case "token-minted": return `an invitation for ${one.uses > 1 ? `${one.uses} sites` : one.token} was made`;
+    case "token-revoked": return `the invitation for ${one.token} was revoked`;
+    case "client-enrolled": return `${one.client} joined`;
     case "enrolment-refused": return `${one.client} cannot join: ${one.detail}`;
     case "phase-opened": return `${where}: ${names(one.asked)} asked`;
     case "clients-asked": return `${where}: ${names(one.asked)} asked too`;
@@ -283,11 +285,14 @@ function sentence(one) {
     case "task-settled": return `${where}: ${one.client} ${one.status}`;
     case "phase-closed": return `${where}: closed, ${one.counted.length} counted`;
     case "phase-completed": return `${where}: completed`;
-    case "clients-joined": return `${names(one.clients)} joined the state`;
+    case "attempt-failed": return `${where}: did not come to its end, tried again`;
+    case "clients-joined": return `${names(one.clients)} take${one.clients.length === 1 ? "s" : ""} part from now on`;
     case "client-withdrawn": return `${one.client} was withdrawn`;
     case "client-reset": return `the name ${one.client} was reset`;
-    case "state-committed": return `state of round ${one.round} committed (${one.origin})`;
-    case "initial-state-supplied": return "an initial state was supplied";
+    case "client-forgotten": return `what the prompts had of ${one.client} alone was removed`;
+    case "updates-deleted": return `what ${one.client} had sent was deleted`;
+    case "state-committed": return `the prompts after round ${one.round} are kept`;
+    case "initial-state-supplied": return "prompts to begin with were given";
     default: return one.kind.replaceAll("-", " ");
   }
 }

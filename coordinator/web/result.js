@@ -38,7 +38,7 @@ export class Result {
     fill(this.figures, [...gains, chosen, ["Sent", sent(reports)]].filter(Boolean).map(shownFigure));
     this.note.hidden = !gains.some(Boolean);
     const archive = `${view.name}.zip${view.class_names ? "" : ' --classes "sun,cloud"'}`; // where each site has its own
-    fill(this.use, [`Download the result: ${view.name}.zip has the prompts, and a card that the coordinator has signed.`, `\`promptfed predict photo.png --export ${archive}\` classifies a picture, or a folder of them.`, `\`promptfed serve ${archive}\` opens a page for pictures.`].map((text) => h("li", {}, inWords(text))));
+    fill(this.use, [`Download the result: ${view.name}.zip has the prompts, and a card that the coordinator has signed.`, `\`promptfed predict photo.png --export ${archive}\` classifies a picture, or a folder of them.`, `\`promptfed serve ${archive}\` opens a page for pictures.`, `\`promptfed export ${view.name}\` makes class weights for plain open_clip code: the coordinator has no backbone for them.`].map((text) => h("li", {}, inWords(text))));
   }
 
   /** The archive of prompts and card, as the button at the top takes it. */

@@ -21,8 +21,16 @@ if TYPE_CHECKING:
 expect = pytest.importorskip("playwright.sync_api").expect
 expect.set_options(timeout=PATIENCE)
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "coordinator" / "api" / "web"
+FOLDER = ROOT / "coordinator" / "web"
 OWN = [path for path in sorted(FOLDER.iterdir()) if not path.name.startswith("chart.")]
+
+
+def test_every_event_is_told_in_words() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "coordinator").rglob("*.py"))
+    kinds = set(re.findall(r'(?:emit\(\s*|EventRow\([^)]*kind=|^REFUSED = )"([a-z]+-[a-z-]+)"', sources, re.MULTILINE))
+    told = set(re.findall(r'case "([a-z-]+)": return', (FOLDER / "federation.js").read_text()))
+    assert {"federation-created", "enrolment-refused", "token-minted", "task-settled"} <= kinds
+    assert told == kinds
 
 
 def test_every_file_is_served_with_its_kind_and_a_strict_policy(coordinator: InThread) -> None:

@@ -439,6 +439,8 @@ def test_all_can_be_taken_away_and_the_export_is_one(coordinator: InThread, visi
     key = coordinator.get("/v1/signing-key")["public_key"]
     assert verify_export(folder, key).card.federation.name == "styles"
     assert {path.name for path in folder.iterdir()} == {"prompts.safetensors", "card.json", "card.json.sig", "card.md"}
+    assert "promptfed export" in (folder / "card.md").read_text(), "where class weights come from"
+    expect(page.get_by_role("region", name="Result")).to_contain_text("promptfed export styles makes class weights")
 
 
 def test_whether_all_sites_are_invited_follows_from_the_sites(coordinator: InThread, visited: Visit) -> None:
