@@ -59,11 +59,12 @@ test: lint
 	$(PYTEST) -m 'not slow and not extended' $(ARGS)
 
 # Then the second tier, with the extras that some of its tests want: the documentation, experiment trackers.
+EXTRAS := docs,mlflow,tensorboard,build,transformers,medical
 test-all: test extras
-	$(PYTEST) -m 'extended and not slow' $(ARGS)
+	$(PYTEST) --extras=$(EXTRAS) -m 'extended and not slow' $(ARGS)
 
 extras: $(READY)
-	@extras=test,docs,mlflow,tensorboard,build,transformers,medical; $(install)
+	@extras=test,$(EXTRAS); $(install)
 	@if command -v npm >/dev/null; then $(MAKE) -s axe || echo 'no axe-core: the pages are not checked with it'; fi
 
 # The third tier: kills, attacks and partitions at length, two files at a time. Called again, it goes on with the files

@@ -27,6 +27,25 @@ UNWANTED = ("COLUMNS", "LINES", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "H
 STATE = tempfile.TemporaryDirectory(prefix="promptfed-state-", ignore_cleanup_errors=True)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make test-all` says what it has installed."""
+    parser.addoption("--extras", default="", help="extras, by commas: a skip because one is missing is an error")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells the first process its peak memory, which looks at what was skipped."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak"] = _peak()
+    elif session.config.option.extras and session.exitstatus == 0:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        skipped = [report.longrepr[2] for report in reporter.getreports("skipped")]
+        wanted = [f"pip install '.[{name}]'" for name in session.config.option.extras.split(",")]
+        if missing := sorted({reason for reason in skipped if any(how in reason for how in wanted)}):
+            reporter.write_line(f"\nskipped although it should be installed: {', '.join(missing)}")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_configure() -> None:
     """The same whoever starts the tests: what the shell says of terminals, proxies and settings of ours is no part."""
     # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
@@ -93,12 +112,6 @@ PEAKS: dict[str, float] = {}
 
 def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist tells the first process its peak memory."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["peak"] = _peak()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -355,6 +355,7 @@ def test_an_extended_second_phase_asks_more_only_where_it_asks_all(ask: Any, add
     first = play.open
     play.all_answer().done()
     assert play.open == (sorted("abcd") if ask == "all" else first)
+    assert play.run.stage is not None
     if ask == "all":
         play.run = replace(play.run, stage=replace(play.run.stage, asks=dict.fromkeys("ab", "open")))
     facts = play.later(10)
@@ -365,6 +366,7 @@ def test_an_extension_of_a_secure_sum_takes_no_more_than_a_sum_may_have(monkeypa
     monkeypatch.setattr("promptfed.coordinator.domain.round_machine.MOST_CLIENTS", 3)
     for own, asked in ((secure(), 3), (rules(quorum=0.6), 5)):
         play = Play(replace(own, fraction=0.4), *FIVE).start().evaluated()
+        assert play.run.stage is not None
         play.run = replace(play.run, stage=replace(play.run.stage, asks=dict.fromkeys(play.open[:2], "open")))
         play.later(11)
         assert len(play.run.stage.asks) == asked
