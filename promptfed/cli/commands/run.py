@@ -480,8 +480,11 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
     """The spec of a demo: the data's training settings, three clients, each asked every round.
 
     Raises:
-        CommandError: there is no such method, or it cannot run so.
+        CommandError: there is no such method, or it cannot run so; the data are not installed.
     """
+    from promptfed.shared.data import DataError
+    from promptfed.shared.data.registry import class_names_of
+    from promptfed.shared.data.schemes import all_drawn
     from promptfed.shared.methods import method_class, resolve_spec, with_default_backbone
 
     number = rounds or demo.rounds
@@ -504,8 +507,13 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
         spec["backbone"] = demo.backbone
     if demo.class_names:
         spec["class_names"] = list(demo.class_names)
+    uris = [uri for _, uri in (*demo.clients, demo.unseen)]
     try:
-        return resolve_spec(with_default_backbone(spec, [uri for _, uri in (*demo.clients, demo.unseen)])[0])
+        if not (all_drawn(uris) or demo.scans):
+            class_names_of(uris[0], "trainer")  # somebody else's package may be missing
+        return resolve_spec(with_default_backbone(spec, uris)[0])
+    except DataError as error:
+        raise CommandError(str(error), Exit.BAD_INPUT) from None
     except SpecError as error:
         raise CommandError(str(error), Exit.REFUSED) from None
 

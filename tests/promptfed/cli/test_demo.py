@@ -122,6 +122,14 @@ def test_an_interrupt_stops_everything(sent: int, tmp_path: Path) -> None:
     assert not any(process.is_running() for process in found.values())
 
 
+def test_photographs_that_are_not_installed_are_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("promptfed.shared.data.photographs.find_spec", lambda name: None)
+    monkeypatch.setattr("promptfed.cli.commands.run.started_services", started := Mock())
+    result = CliRunner().invoke(app, ["demo", "--data", "solar"])
+    assert (result.exit_code, started.called) == (3, False)
+    assert "needs the package elpv-dataset: install promptfed[photos]." in " ".join(result.stderr.split())
+
+
 def test_the_last_line_names_two_others_that_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The federation itself is not run here: its result is as `conduct` returns it."""
     monkeypatch.setattr("promptfed.cli.commands.run.started_services", lambda *given: nullcontext())
