@@ -45,7 +45,7 @@ from promptfed.shared.methods.core.interface import ClientContext, Method, Metho
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.accounting import Event, budget_rounds, epsilon_of
 from promptfed.shared.privacy.noise import SeededNoise
-from promptfed.shared.spec.sections import PrivacySpec
+from promptfed.shared.spec.sections import PrivacySpec, SelectionSpec
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import Make
@@ -777,7 +777,7 @@ def test_the_stricter_of_federation_and_owner_says_what_leaves() -> None:
         if given.pop("level", "sample") == "client":
             privacy = PrivacySpec(level="client", clip=1.0, evaluation=asked)
         policy = None if owner is None else Policy.model_validate({"version": 1, "metrics": {"accuracy": owner}})
-        info = EnrolmentInfo.model_construct(privacy=privacy)
+        info = EnrolmentInfo.model_construct(privacy=privacy, selection=given.pop("selection", None))
         return what_leaves(info, given.pop("method", method), given.pop("role", "trainer"), policy, **given)
 
     asked = ("withheld", "noisy", "plain")
@@ -790,6 +790,10 @@ def test_the_stricter_of_federation_and_owner_says_what_leaves() -> None:
     assert [leaves(None, owner) for owner in (None, *asked)] == ["plain", "withheld", "noisy", "plain"]
     assert [leaves(one, "plain", method=tuned) for one in asked] == ["withheld"] * 3
     assert [leaves(None, owner, method=tuned) for owner in (None, "noisy")] == ["plain", "withheld"]
+    assert leaves("noisy", "noisy", method=tuned, role="evaluator") == "noisy", "who trains nothing tunes nothing"
+    chosen = SelectionSpec.model_construct()
+    found = [leaves(*given, selection=chosen) for given in (("noisy", "noisy"), ("plain", "plain"), (None, None))]
+    assert found == ["withheld", "plain", "plain"], "noise does not select"
     whole = [[leaves(one, owner, level="client") for one in ("plain", "withheld", None)] for owner in (None, "plain")]
     assert whole == [["withheld"] * 3, ["plain", "withheld", "withheld"]], "in the clear only where both say so"
     assert leaves("plain", None, handed_in=True) == "plain"

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import date, datetime
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.noisy_counts import (
     AnsweredStates,
     coded_accuracy,
+    floored,
     lowest,
     planned_rounds,
     what_leaves,
+    without_shares,
 )
 from promptfed.client_service.privacy.policy import (
     EXAMPLE,
@@ -41,7 +44,7 @@ from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.training import trainer
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.data import Source
-from promptfed.shared.messages import EnrolmentInfo
+from promptfed.shared.messages import EnrolmentInfo, SplitResult
 from promptfed.shared.methods import make_method
 from promptfed.shared.privacy.accounting import Event, epsilon_of
 from promptfed.shared.spec.sections import PrivacySpec
@@ -361,6 +364,37 @@ def test_accuracies_tell_nothing_in_any_number_of_rounds() -> None:
         for rights in right_by_answer.values():
             for few in ({right for right in rights if right < FLOOR}, {count - r for r in rights if count - r < FLOOR}):
                 assert few in (set(), set(range(min(FLOOR, count + 1))))
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "floor", "told"),
+    [
+        (33, 57, 10, 1 - 24.5 / 54.5),  # 24 are wrong: 20 ... 29 of 50 ... 59
+        (24, 57, 10, 24.5 / 54.5),
+        (29, 59, 10, 24.5 / 54.5),
+        (30, 61, 10, 0.5),  # 34.5 of 64.5 would be more than half
+        (30, 60, 10, 0.5),
+        (31, 61, 10, 0.5),
+        (0, 20, 10, 4.5 / 24.5),  # twice the floor is enough
+        (20, 20, 10, 1 - 4.5 / 24.5),
+        (0, 19, 10, None),
+        (1, 4, 2, 0.5 / 4.5),
+        (3, 7, 1, 3 / 7),
+        (0, 0, 1, None),
+    ],
+)
+def test_an_accuracy_from_ranges_written_out(right: int, count: int, floor: int, told: float | None) -> None:
+    assert coded_accuracy(right, count, floor) == (told if told is None else pytest.approx(told))
+
+
+def test_under_a_floor_no_other_figure_and_no_fraction_of_images_leaves() -> None:
+    result = SplitResult(accuracy=0.5, num_samples=45, macro_f1=0.4, ece=0.1)
+    assert floored({"test": result}, 1, lambda name: None) == {"test": result}
+    told = floored({"test": result, "small@x": result}, 2, {"test": None, "small": 3}.__getitem__)
+    assert told == {"test": SplitResult(accuracy=0.5, num_samples=44)}, "of three patients nothing"
+    method, measured = SimpleNamespace(shares=("share_*",)), {"share_0": 0.25, "loss": 1.0}
+    assert without_shares(measured, cast(Any, method), 1) == measured
+    assert without_shares(measured, cast(Any, method), 2) == {"loss": 1.0}
 
 
 def test_three_of_seven_is_not_told() -> None:

@@ -130,6 +130,19 @@ def test_clipping_shortens_updates_from_where_their_clients_began(rule: str, mos
         is_close(aggregate, flat(rule_of(rule=rule)(updates_of(by_hand))))
 
 
+def test_who_is_shortened_and_who_is_left_out_is_told() -> None:
+    lengths = [1.0, 2.0, 4.0, 2.5]  # below the clip, at it, above it
+    updates = [ClientUpdate(f"c{i}", 0.25, {"x": torch.tensor([length, 0.0])}) for i, length in enumerate(lengths)]
+    found = rule_of(rule="mean", clip_norm=2)
+    assert float(found(updates)["x"][0]) == pytest.approx((1 + 2 + 2 + 2) / 4)
+    told = {name: (one.verdict, one.influence) for name, one in found.judged.items()}
+    assert told == {"c0": ("counted", 0.25), "c1": ("counted", 0.25), "c2": ("clipped", 0.25), "c3": ("clipped", 0.25)}
+    nearest = rule_of(rule="krum", tolerate=0.2, clip_norm=2)
+    nearest(updates)
+    assert [one.verdict for one in nearest.judged.values()] == ["rejected", "counted", "rejected", "rejected"]
+    assert [one.influence for one in nearest.judged.values()] == [0, 1, 0, 0]
+
+
 def test_clipping_begins_at_zero_where_the_state_has_no_such_tensor() -> None:
     far = [ClientUpdate("a", 1.0, {"delta": torch.tensor([3.0, 4.0])})]
     assert torch.allclose(rule_of(BASE, clip_norm=1)(far)["delta"], torch.tensor([0.6, 0.8]))

@@ -321,6 +321,17 @@ def test_shares_without_just_their_commitments_are_refused() -> None:
     opening.check_shares(made, 0, shares[0])
 
 
+def test_a_roster_is_read_by_its_members_alone_and_with_keys_that_tell_them_apart() -> None:
+    clients = sums.members(4, 3, SPEC)
+    made, signed = messages.make_roster([client.entry for client in clients[1:]], SPEC, sums.UNIFORM)
+    refusal("bad-roster", messages.read_roster, made.message(signed), clients[0].entry, SPEC, 3, sums.UNIFORM)
+    assert messages.read_roster(made.message(signed), clients[1].entry, SPEC, 3, sums.UNIFORM).sha256 == made.sha256
+    weak = clients[0].entry.entry.model_copy(update={"identity_key": "01" + "00" * 31})
+    assert "with which all can sign" in refusal("bad-roster", messages.expect_keys, weak)
+    twice = clients[0].entry.entry.model_copy(update={"share_key": clients[0].entry.entry.mask_key})
+    assert "twice" in refusal("bad-roster", messages.expect_keys, twice)
+
+
 def test_an_entry_s_digest_follows_every_field() -> None:
     entry = sums.members(1, 1, SPEC)[0].entry.entry
     for name in messages.Entry.model_fields:
@@ -464,6 +475,21 @@ def test_masks_of_two_cancel_and_are_not_small() -> None:
     assert not primitives.looks_unmasked(given)
     another = primitives.pair_mask(one, primitives.public_of(other), hashlib.sha256(b"another").digest(), 1000)
     assert (given != another).all()
+
+
+def test_masks_are_the_same_in_every_version() -> None:
+    """Members of one sum may run different releases: who adds which words must not change."""
+    keys = bytes(range(32)), bytes(range(32, 64))
+    first, second = (primitives.public_of(key) for key in keys)
+    assert primitives.pair_mask(keys[1], first, bytes(32), 2).tolist() == [627672680077388449, 2765446954230994995]
+    assert primitives.pair_mask(keys[0], second, bytes(32), 1).tolist() == [2**64 - 627672680077388449]
+    assert primitives.self_mask(bytes(32), bytes(32), 2).tolist() == [12407046553994863298, 7444475708997107540]
+    update = {"b": np.array([1.0, 2.0], np.float32), "a": np.array([100.0], np.float32)}
+    moved = [-1.022548426009586e-06, -1.6113794213076414e-08, -2.1562338372765846e-08]  # in order of name
+    assert primitives.blurred(np.zeros(3), update).tolist() == pytest.approx(moved)
+    signed = {2: messages.ConfirmAnswer(alive_sha256="0" * 64, signature="2" * 128)}
+    signed[0] = signed[2].model_copy(update={"signature": "0" * 128})
+    assert [signer for signer, _ in opening.unmask_job(signed).signatures] == [0, 2]
 
 
 def test_no_statistical_generator_makes_secrets() -> None:
