@@ -37,7 +37,7 @@ def taken(coordinator: InThread, federation: str, round: int) -> Facts:
         {},
         {"aggregation": {"server": {"optimizer": "adam"}}},
         {
-            "privacy": {"level": "client", "clip": 1.0, "noise_multiplier": 0.3},
+            "privacy": {"level": "client", "clip": 1.0, "noise_multiplier": 0.3, "accept_noise": True},
             "aggregation": {"weighting": "uniform", "max_weight_share": 1},
         },
     ],
