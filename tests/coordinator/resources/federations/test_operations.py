@@ -344,7 +344,7 @@ def test_every_run_file_of_the_repository_is_read_as_the_commands_read_it(coordi
         ('{"a": 1, "a": 2}', "line 1: a is given twice"),
         ("a: &x [1]\nb: *x", "line 2: write out what the alias repeats"),
         ("a: 2026-11-27", "write numbers, texts, lists and mappings"),
-        ("a: 2026-99-99", "write numbers, texts, lists and mappings"),
+        ("a: 2026-99-99", "put a text in quotes"),
         ("a: .inf", "write numbers, texts, lists and mappings"),
         ("a: !!python/object:os.system x", "a tag is not allowed"),
         ("- a", "this is no run file"),
