@@ -16,7 +16,8 @@ from promptfed.shared.clip import FeatureCache, load_backbone
 from promptfed.shared.clip.caches import features_in
 from promptfed.shared.data import DataError, open_source, symbols
 from promptfed.shared.data.medical.opening import Keys
-from promptfed.shared.data.registry import EMBEDDED
+
+DRAWN = ("symbols:chalk", "digits")
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def drawn() -> Image.Image:
 
 def kept_features(root: Path | None, usual: Path) -> FeatureCache:
     """The cache of embedded pictures, with two rows."""
-    cache = features_in(root, usual, EMBEDDED)
+    cache = features_in(root, usual, DRAWN)
     source = open_source("symbols:chalk?topic=weather&per_class=2&test_per_class=1")
     cache.features(load_backbone("promptfed-tiny", "embedded"), source.train, indices=[0, 1])
     return cache
@@ -85,7 +86,7 @@ def test_a_cache_of_another_user_is_not_used(home: Path, tmp_path: Path, monkeyp
     assert drawn().tobytes() != pixels, "our own are believed"
     others(monkeypatch)
     assert drawn().tobytes() == pixels
-    assert features_in(None, tmp_path, EMBEDDED)._root == tmp_path
+    assert features_in(None, tmp_path, DRAWN)._root == tmp_path
 
 
 def test_features_and_headers_of_another_user_are_refused_by_name(
