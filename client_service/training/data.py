@@ -140,6 +140,11 @@ class ClientData:
         split = self._splits[which]
         return hashlib.sha256("".join(split.digest(row) for row in range(len(split))).encode()).hexdigest()
 
+    def labelled_hash(self, which: str) -> str:
+        """SHA-256 (hex) of a split's images and labels in order: what an accuracy is of."""
+        told = f"{self.images_hash(which)} {self._splits[which].labels.tolist()}"
+        return hashlib.sha256(told.encode()).hexdigest()
+
     def count(self, which: str) -> int:
         """Images in a split."""
         return len(self._splits[which])

@@ -117,9 +117,9 @@ class Evaluation:
         return splits, zero_shot
 
     def zero_shot_keys(self, own: ClientContext, template: str | None) -> dict[str, str]:
-        """By test set: what the template's accuracy on it depends on, its images, its names and the template."""
+        """By test set: what the template's accuracy on it depends on, its images, labels, names and the template."""
         return {
-            name: canonical_json([self.data.images_hash(name), _template_key(context)])
+            name: canonical_json([self.data.labelled_hash(name), _template_key(context)])
             for name, context in self.contexts(own, template)
         }
 

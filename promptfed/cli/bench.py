@@ -41,6 +41,7 @@ from promptfed.experiments.bench.tables import (
 )
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import console, messages, note, print_json, read_spec, say, table, whole_numbers, write_file
+from promptfed.shared.plain_text import listed
 from promptfed.shared.spec.spec import AllowedBackbones
 
 
@@ -129,16 +130,20 @@ def setting_of(options: BenchOptions) -> Setting:
     """
     lists = {
         "data": tuple(options.data or ()),
-        "domains": _names(options.domains),
-        "targets": _names(options.targets),
+        "domains": names_of(options.domains),
+        "targets": names_of(options.targets),
         "curve": whole_numbers(options.curve, "--curve"),
     }
     given = {field.name: getattr(options, field.name) for field in fields(Setting) if hasattr(options, field.name)}
     return Setting(**given | lists)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def names_of(text: str) -> tuple[str, ...]:
+    """The names in ``a,b``; none in an empty text. Raises CommandError."""
+    try:
+        return tuple(listed(text)) if text.strip() else ()
+    except ValueError as error:
+        raise CommandError(str(error), Exit.BAD_INPUT) from None
 
 
 def refuse_unused(protocol: str, setting: Setting, written: Set[str]) -> None:

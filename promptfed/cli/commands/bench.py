@@ -81,11 +81,12 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Choose a method and a learning rate by simulation on held-out training images, and write a new run file."""
+    from promptfed.cli.bench import names_of
     from promptfed.experiments.bench.tuning import AUTO, Plan, Trials, choose, rates_of
     from promptfed.shared.methods import method_class
 
     plan = Plan(
-        AUTO if methods == "auto" else tuple(name.strip() for name in (methods or "").split(",") if name.strip()),
+        AUTO if methods == "auto" else names_of(methods or ""),
         None if rates is None else rates_of(rates),
         _seeds(seeds),
         seconds,

@@ -99,10 +99,12 @@ def parse_entries(text: str) -> list[BenchEntry]:
     Raises:
         CommandError: there is no entry, one occurs twice, or one cannot be read.
     """
-    entries = [parse_entry(entry) for entry in ENTRY.split(text) if entry.strip()]
+    given = ENTRY.split(text)
+    if not all(entry.strip() for entry in given):
+        what = f"{text!r} has an empty entry" if text.strip(" ,") else "no method is given"
+        raise CommandError(f"{what}: write --methods promptfl,fedpgp", Exit.BAD_INPUT)
+    entries = [parse_entry(entry) for entry in given]
     labels = [entry.label for entry in entries]
-    if not labels:
-        raise CommandError("no method is given: write --methods promptfl,fedpgp", Exit.BAD_INPUT)
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise CommandError(f"{twice[0]} is given twice: leave one out", Exit.BAD_INPUT)

@@ -285,22 +285,30 @@ class Runner:
         return run
 
     def _is_done(self, job: Job) -> bool:
-        """Whether the job's file has its result on these data. Where these are away, or drawn, nothing is compared.
+        """Whether the job's file has its result, of this backbone and these data; what is away is not compared.
 
         Raises:
-            CommandError: it was computed on other data, and these are not to be computed anew.
+            CommandError: it was computed with another backbone, or on other data that are not to be computed anew.
         """
         path = self.path(job)
         if not path.exists():
             return False
         uris = [uri for site in job.trial.sites for uri, _ in site.uris()]
+        before = read_run(path)
+        try:
+            now = self._backbone(job).fingerprint
+        except CommandError:
+            now = before.backbone
+        if before.backbone not in ("", now):
+            text = f"{job.title}: {path} was computed with another backbone ({before.backbone}, now {now})"
+            raise CommandError(f"{text}; give the same --backbone-file, or --out another folder", Exit.BAD_INPUT)
         if all_drawn(uris):
             return True
         try:
-            now = self._data_of(job)
+            data = self._data_of(job)
         except DataError:
             return True
-        if read_run(path).data in ("", now):
+        if before.data in ("", data):
             return True
         if not self.new_data:
             text = f"{job.title}: the data have changed since {path} was computed (other images, or other labels)"

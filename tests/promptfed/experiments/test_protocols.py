@@ -287,6 +287,8 @@ def test_what_is_personal_depends_on_the_method_and_its_hyperparameters() -> Non
     ("promptfl:=3", "is not key=value"),
     ("promptfl,promptfl", "given twice"),
     (" , ", "no method is given"),
+    ("promptfl,,plan", "has an empty entry"),
+    ("promptfl,", "has an empty entry"),
 ])  # fmt: skip
 def test_bad_entries_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(CommandError, match=complaint):

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from promptfed.client_service.training.data import TEST, ClientData
+from promptfed.client_service.training.evaluation import Evaluation
 from promptfed.experiments.bench.entries import parse_entries
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
 from promptfed.experiments.bench.runner import Bench, Runner, read_run
 from promptfed.experiments.simulation.run_folder import run_folder
 from promptfed.sdk.client import CommandError
+from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import ImageDomain, Source, open_source
 from promptfed.shared.data.identity import identity_of
+from promptfed.shared.methods.core.interface import ClientContext
 from tests.support.fake_coordinator import made_up_source
 from tests.support.own_images import picture, write_folder
 
@@ -115,10 +123,13 @@ def test_a_run_is_gone_on_with_on_the_same_data_alone(
     assert len(caplog.records) == 1
 
 
+TINY = {"rounds": 1, "backbone": {"model": "promptfed-tiny"}}
+
+
 def test_a_bench_runs_no_cell_as_done_that_other_data_have_made(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "d", each=8)
     setting = Setting(data=(f"folder:{root}",), clients=2, partition="iid")
-    bench = Bench(PROTOCOLS["personalisation"], parse_entries("promptfl"), setting, (0,), {"rounds": 1})
+    bench = Bench(PROTOCOLS["personalisation"], parse_entries("promptfl"), setting, (0,), TINY)
     (job,) = bench.jobs()
 
     def run(accept: bool = False) -> str:
@@ -135,3 +146,29 @@ def test_a_bench_runs_no_cell_as_done_that_other_data_have_made(tmp_path: Path) 
     after = run(accept=True)
     assert after != before
     assert run() == after
+    path = Runner(tmp_path / "out").path(job)
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps(told | {"backbone": "sha256:" + "0" * 64}))  # as --backbone-file has named another
+    for accept in (False, True):
+        with pytest.raises(CommandError, match=r"was computed with another backbone .*; give the same --backbone-file"):
+            run(accept)
+
+
+def test_what_an_accuracy_is_of_has_its_labels(tmp_path: Path) -> None:
+    """A stored zero-shot count is not told of a test set whose labels have changed."""
+    source = open_source(f"folder:{write_folder(tmp_path / 'd', each=8)}")
+    test = copy(source.test)
+    test.labels = test.labels.flip(0)
+    other = replace(source, test=test)
+    one, two = (ClientData(each, cast(Backbone, None), FeatureCache(tmp_path / "features")) for each in (source, other))
+    assert one.images_hash(TEST) == two.images_hash(TEST)
+    context = SimpleNamespace(class_names=source.class_names, template=source.template)
+    keys = [
+        Evaluation.zero_shot_keys(
+            cast(Evaluation, SimpleNamespace(data=data, contexts=lambda own, template: [(TEST, own)])),
+            cast(ClientContext, context),
+            None,
+        )
+        for data in (one, two, one)
+    ]
+    assert keys[0] == keys[2] != keys[1]
