@@ -56,6 +56,18 @@ def test_the_same_draws_give_the_same_bytes(up: str) -> None:
     assert bodies[0] != bodies[2]
 
 
+@pytest.mark.parametrize("before", ["float32", "bfloat16", "int64"])
+@pytest.mark.parametrize("own", ["float32", "int64"])
+def test_only_floats_of_floats_are_told_as_changes(own: str, before: str) -> None:
+    update, payload = (
+        {"v": np.full(3, 5, own)},
+        {"v": np.full(3, 2, ml_dtypes.bfloat16 if before == "bfloat16" else before)},
+    )
+    told = subtracted(update, payload)["v"].astype(float).tolist()
+    assert told == ([3.0] * 3 if own == "float32" and before != "int64" else [5.0] * 3)
+    assert added(subtracted(update, payload), payload)["v"].tolist() == [5] * 3
+
+
 def test_updates_and_changes_are_inverse() -> None:
     payload = {"context": np.ones((2, 2), np.float32), "other": np.ones((3,), np.float32)}
     update = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.training.data import held_out
 from promptfed.client_service.training.evaluation import answers
+from promptfed.client_service.training.trainer import TaskWork
 from promptfed.experiments.bench.tuning import has_diverged
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.client import Exit as CommandExit
@@ -185,6 +187,33 @@ def test_held_out_images_are_training_images_that_are_not_trained_on() -> None:
     assert not digests(divided.train) & digests(divided.test)
     assert not digests(divided.test) & digests(source.test)
     assert digests(held_out(source, 0.25, 7).test) == digests(divided.test) != digests(held_out(source, 0.25, 8).test)
+
+
+@pytest.mark.parametrize(("share", "groups"), [(0.25, 2), (0.5, 4), (0.01, 1)])
+def test_so_many_of_the_groups_are_held_out(share: float, groups: int) -> None:
+    source = open_source(DATA.format(0))
+    source.train.groups = tuple(f"patient {row % 8}" for row in range(len(source.train)))
+    divided = held_out(replace(source, train=source.train), share, 7)
+    assert len(set(divided.test.groups)) == groups
+    assert not set(divided.test.groups) & set(divided.train.groups)
+
+
+@pytest.mark.parametrize(
+    ("leaving", "counts", "tensors", "trained", "withheld"),
+    [
+        ("withheld", None, {}, None, True),
+        ("plain", None, {"v": 1}, None, False),
+        ("noisy", "counts", {}, None, False),
+        ("noisy", "counts", {"v": 1}, "sample", False),
+        ("noisy", "counts", {"v": 1}, None, True),  # no noise covers what they depend on
+    ],
+)
+def test_accuracies_of_unprotected_tensors_stay_here(
+    leaving: str, counts: Any, tensors: Any, trained: str | None, withheld: bool
+) -> None:
+    kept = SimpleNamespace(committed=lambda: (tensors, SimpleNamespace(privacy=trained)))
+    work = SimpleNamespace(privacy=SimpleNamespace(leaving=leaving, counts=counts), state=kept)
+    assert TaskWork.withholds.fget(work) is withheld
 
 
 def test_of_a_class_with_one_image_nothing_is_held_out() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from promptfed.client_service.training import trainer
 from promptfed.client_service.training.data import ClientData
 from promptfed.client_service.training.images import HeldImages, ImageCache, ReadAhead
 from promptfed.client_service.training.trainer import torch_settings
@@ -21,6 +22,7 @@ from promptfed.shared.clip import Backbone, FeatureCache, loading
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.spec.spec import TrainingSpec
+from tests.support.durable import Second
 from tests.support.waiting import PATIENCE
 
 
@@ -160,6 +162,31 @@ def _put_back() -> Iterator[None]:
     torch.set_float32_matmul_precision(kept[1])
     torch.backends.cudnn.allow_tf32 = kept[2]
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_kernels_are_switched_by_one_task_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    switch, said = trainer._Deterministic(), []
+
+    def task() -> None:
+        with switch.asked():
+            pass
+
+    second = Second(task)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: said.append(on) or second.inside())
+    task()
+    assert second.end()
+    assert said == [True, False, True, False]
+
+
+@pytest.mark.parametrize("way", ["rows", "fill"])
+def test_features_are_computed_by_one_thread_at_a_time(way: str, tmp_path: Path, backbone: Backbone) -> None:
+    split = open_source("symbols:sketch?topic=weather&per_class=1&test_per_class=1").train
+    cache = FeatureCache(tmp_path)
+    compute = getattr(cache, way)
+    second = Second(lambda: compute(backbone, split, [0, 1]))
+    compute(backbone, split, [0, 1], second.inside)
+    assert second.end()
+    assert cache.images_computed == 2, "the second found them"
 
 
 def test_overlapping_tasks_have_deterministic_kernels_until_the_last_one_ends() -> None:

@@ -5,21 +5,62 @@ The fixtures of this folder compare memory with what a restart would load after 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from promptfed.coordinator.resources.tasks import submissions
 from promptfed.shared.tensors.compression import added, compressed, decompressed
 from promptfed.shared.tensors.torch_tensors import arrays_of, tensors_of
 from promptfed.testing.clients import SHAPE, ScriptedClient, update_body
 from tests.support.coordinators import InThread
+from tests.support.durable import Second
 from tests.support.open_phases import answer_next, launched, prompts
 from tests.support.waiting import wait_for
 
 NAMES = ("a", "b", "c")
 KINDS = ["bf16", "int8"]
+
+
+class Enough(Exception):
+    """What is tested has happened."""
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_of_large_changes_one_at_a_time_is_expanded(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {"context": ((4, 8), "float32")}
+    method = SimpleNamespace(expected_update=lambda *_: expected)
+    federation = SimpleNamespace(
+        spec=SimpleNamespace(compression=SimpleNamespace(up="int8")),
+        method=method,
+        method_phase=lambda *_: None,
+        context=lambda: None,
+    )
+    given = (
+        SimpleNamespace(place=str),
+        federation,
+        SimpleNamespace(info=str),
+        SimpleNamespace(round=1, step=0, payload_sha256=""),
+    )
+
+    def expand() -> None:
+        with pytest.raises(Enough):
+            submissions.expanded(*given, SimpleNamespace(tensors=lambda: ({}, {})))
+
+    second = Second(expand)
+
+    def inside(*_: object) -> None:
+        second.inside()
+        raise Enough
+
+    monkeypatch.setattr(submissions, "decode_place", lambda place: ({}, {}))
+    monkeypatch.setattr(submissions, "LARGE", 4 * 8 * 4 + (0 if large else 1))
+    monkeypatch.setattr(submissions, "decompressed", inside)
+    expand()
+    assert second.end() is large
 
 
 def began(coordinator: InThread, up: str, rounds: int = 2, **changes: Any) -> tuple[str, list[ScriptedClient]]:
