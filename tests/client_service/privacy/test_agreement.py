@@ -55,6 +55,27 @@ def test_phases_are_known_with_the_rounds_that_have_them() -> None:
     assert {name: rounds for name, (_, rounds) in found.items()} == {"global": [1, 2, 3], "domain_prompts": [3]}
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"round": 3}, None),
+        ({"round": 0}, "round 0 of 3 has no phase 'train'"),
+        ({"round": 4}, "round 4 of 3 has no phase 'train'"),
+        ({"phase": "second"}, "has no phase 'second'; agreed: train"),
+        ({"secure": "a step"}, "not one of the secure sums"),
+        ({"kind": "mask"}, "not one of the secure sums"),
+    ],
+)
+def test_training_is_of_an_agreed_round_phase_and_kind(changes: Any, words: str | None, tmp_path: Path) -> None:
+    asked = SimpleNamespace(**{"round": 1, "phase": "train", "kind": "train", "secure": None} | changes)
+    if words is None:
+        agreement(tmp_path)._expect_training(cast(Task, asked))
+    else:
+        with pytest.raises(NotAgreed, match=words):
+            agreement(tmp_path)._expect_training(cast(Task, asked))
+
+
 def test_a_phase_is_answered_a_few_times_and_not_after_it_counts(tmp_path: Path) -> None:
     own = agreement(tmp_path)
     for _ in range(ATTEMPTS):

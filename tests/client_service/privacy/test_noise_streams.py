@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import pytest
 
+from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.noisy_counts import NoisyCounts, noisy_count, overlap
 from promptfed.client_service.privacy.protection import PrivacyPlan, SiteProtection
 from promptfed.shared.messages import SplitResult, Task
+from promptfed.shared.privacy.accounting import Event
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
@@ -25,11 +27,16 @@ def task_of(round: int, phase: str) -> Task:
     return cast(Task, SimpleNamespace(task_id="t", round=round, phase=phase, config=SimpleNamespace(training=training)))
 
 
-def trained(round: int, phase: str, client: str) -> Any:
-    plan = PrivacyPlan(24, 2.0, 1e-3, 8, 0.25, 1.0, 1.0, 8.0)
-    own = SiteProtection(PrivacySpec(level="sample", clip=0.3), plan, Ledger(None), SeededNoise(1), "http://x", "fed-1")
+def protection(most: float = 8.0, groups: Any = None) -> SiteProtection:
+    spec = PrivacySpec(level="sample", clip=0.3)
+    plan = PrivacyPlan(24 if groups is None else len(groups), 2.0, 1e-3, 8, 0.25, 1.0, 1.0, most)
+    own = SiteProtection(spec, plan, Ledger(None), SeededNoise(1), "http://x", "fed-1", groups)
     own.ledger.open(1e-3)
-    return tuple(own.begin(task_of(round, phase), client, 24).stream.normals(4))
+    return own
+
+
+def trained(round: int, phase: str, client: str) -> Any:
+    return tuple(protection().begin(task_of(round, phase), client, 24).stream.normals(4))
 
 
 def evaluated(round: int, phase: str, client: str) -> Any:
@@ -53,6 +60,19 @@ class Notes:
 def test_each_round_phase_and_client_draws_its_own_noise(draws: Any) -> None:
     assert len({draws(*case) for case in CASES}) == len(CASES)
     assert draws(*CASES[0]) == draws(*CASES[0]), "the same in a simulation that is run again"
+
+
+def test_a_task_is_trained_with_the_clip_and_noise_that_were_agreed_to() -> None:
+    begun = protection().begin(task_of(1, "train"), "a", 24)
+    assert (begun.clip, begun.noise_multiplier, begun.units, begun.batch_size, begun.epochs) == (0.3, 2.0, 24, 8, 1)
+    assert begun.event == Event("gaussian", 8 / 24, 2.0, 3)
+    groups = ((0, 1), (2,), (3, 4))
+    of_groups = protection(groups=groups).begin(task_of(1, "train"), "a", 24)
+    assert (of_groups.units, of_groups.rows, of_groups.event) == (3, groups, Event("gaussian", 1.0, 2.0, 1))
+    for own, images, kind in ((protection(), 23, "data-changed"), (protection(0.01), 24, "privacy-budget-exhausted")):
+        with pytest.raises(Failure) as refused:
+            own.begin(task_of(1, "train"), "a", images)
+        assert refused.value.kind == kind
 
 
 @pytest.mark.parametrize(("noise", "right"), [(-7, 0), (-5, 0), (-4, 1), (0, 5), (2, 7), (5, 10), (9, 10)])

@@ -141,6 +141,9 @@ def test_who_is_shortened_and_who_is_left_out_is_told() -> None:
     nearest(updates)
     assert [one.verdict for one in nearest.judged.values()] == ["rejected", "counted", "rejected", "rejected"]
     assert [one.influence for one in nearest.judged.values()] == [0, 1, 0, 0]
+    one_of_three = rule_of(rule="multi_krum", tolerate=0.2)
+    one_of_three(updates[:3])
+    assert [one.influence for one in one_of_three.judged.values()] == [1, 0, 0], "of equals the first"
 
 
 def test_clipping_begins_at_zero_where_the_state_has_no_such_tensor() -> None:
