@@ -241,7 +241,12 @@ def release(key: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("a release is built from a checkout with its history")
     out = tmp_path_factory.mktemp("release") / "dist"
     # The environment is that of the tests, with all that is needed: nothing is installed.
-    given = ["IMAGES=", f"DIST={out}", f"KEY={key}", f"BIN={Path(sys.executable).parent}"]
+    given = [
+        "IMAGES=",
+        f"DIST={out}",
+        f"KEY={key}",
+        f"BIN={os.path.relpath(Path(sys.executable).parent, ROOT)}",
+    ]  # make splits a path at spaces
     done = run_of_dist("make", "-s", "-o", "build-tools", "dist", *given, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return out

@@ -371,7 +371,7 @@ def test_a_poll_goes_to_the_next_one_and_stays_there(gone: Handler) -> None:
 
     assert asyncio.run(play()) < 20 * GONE
     assert hosts.asked == ["a", "b"]
-    assert all(request.url.params["wait"] == "3" for request in hosts.requests), "soon another one can be asked"
+    assert all(request.url.params["wait"] == "2" for request in hosts.requests), "soon another one can be asked"
     hosts.asked.clear()
     assert asyncio.run(client.task(30)) is None
     assert hosts.asked == ["b"]

@@ -61,7 +61,7 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_token_that_cannot_be_written_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec, token = tmp_path / "spec.yaml", tmp_path / "join" / "enrolment.token"
-    spec.write_text("name: eyes\nmethod: {name: promptfl}\n")
+    spec.write_text("name: eyes\nmethod: {name: promptfl}\nbackbone: {model: promptfed-tiny, pretrained: embedded}\n")
     data_dir = str(tmp_path / "data")
     assert main(["--bootstrap", str(spec), "--enrolment-token-file", str(token), "--data-dir", data_dir]) == 2
     (said,) = capsys.readouterr().err.strip().splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -84,7 +85,7 @@ def test_it_goes_on_after_a_kill_and_ends(finished: Finished) -> None:
 
 def test_the_documented_look_at_it(finished: Finished, tmp_path: Path) -> None:
     (block,) = [part for part in documented("bash") if "docker compose exec" in part]
-    project = f"docker compose -p {finished.project.name} --project-directory {ROOT}"
+    project = f"docker compose -p {finished.project.name} --project-directory {shlex.quote(str(ROOT))}"
     # The block also starts the project, follows its logs for ever and removes it.
     lines = [line for line in block.splitlines() if line.startswith(("TOKEN=", "PROMPTFED_OPERATOR_TOKEN="))]
     script = "\n".join(["set -euo pipefail", *lines]).replace("docker compose", project)

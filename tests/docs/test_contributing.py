@@ -46,8 +46,8 @@ def test_what_contributing_adds_works(tmp_path: Path) -> None:
     imports = (
         "from promptfed.shared.api.api_schemas import Version\nfrom promptfed.shared.spec.section import VERSION\n"
     )
-    put(tmp_path / "coordinator" / "api" / "public.py", imports, "from promptfed")
-    put(tmp_path / "coordinator" / "api" / "public.py", f"\n\n{route}")
+    put(tmp_path / "coordinator" / "resources" / "public.py", imports, "from promptfed")
+    put(tmp_path / "coordinator" / "resources" / "public.py", f"\n\n{route}")
     put(tmp_path / "shared" / "spec" / "spec.py", f"    {field}", "    compression: ")
     put(tmp_path / "shared" / "spec" / "training_terms.py", f"    {term}", "    privacy: ")
     put(tmp_path / "tests" / "client_service" / "test_training_terms.py", f"    {changed}", '    "method": ')

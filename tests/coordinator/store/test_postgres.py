@@ -293,7 +293,9 @@ def test_text_that_a_database_cannot_hold_is_refused_or_kept(coordinator: InThre
     token: dict[str, Any] = {"token": coordinator.token(federation)}
     refused = coordinator.client(federation, "a").enrol(token["token"], device="gpu\0")
     assert (refused.status_code, refused.json()["errors"][0]["path"]) == (422, "body.device")
-    [client] = coordinator.enrol(federation, "a", class_names=["nul \0", "snow ☃", "𝛼"])
+    refused = coordinator.client(federation, "a").enrol(token["token"], class_names=["nul \0", "snow ☃"])
+    assert (refused.status_code, refused.json()["errors"][0]["path"]) == (422, "body.class_names.0")
+    [client] = coordinator.enrol(federation, "a", class_names=["snow ☃", "𝛼"])
     coordinator.post(f"{federation}/start")
     task = coordinator.task(client)
     body = {"type": "broken\0", "detail": "𝛼 \0 ☃"}

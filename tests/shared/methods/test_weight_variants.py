@@ -389,7 +389,7 @@ def test_a_resnet_is_refused_at_creation_with_what_it_can_run(name: str) -> None
         resolve(spec)
     [error] = refused.value.members["errors"]
     assert error["path"] == "backbone.shape"
-    told, _, able = error["detail"].partition("With this backbone run one of: ")
+    told, _, able = error["detail"].partition("; with this one run one of: ")
     assert "needs a vision transformer" in told
     assert {"promptfl", "fedpgp", "zero_shot"} <= set(able.split(", "))
     assert not {"plan", "fedmaple", "fedvpt", "fedvpt_deep", "singleset_vpt", "pfedpg"} & set(able.split(", "))
