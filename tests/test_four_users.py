@@ -341,7 +341,8 @@ def run(
 
     monkeypatch.setattr(site_commands, "leave", leave)
     monkeypatch.chdir(files)
-    for name, value in {CA_VARIABLE: "", "HOME": str(files), **coordinator}.items():
+    nowhere = {"DOCKER_HOST": f"unix://{files}/no-engine"}  # whether or not Docker runs here
+    for name, value in {CA_VARIABLE: "", "HOME": str(files), **nowhere, **coordinator}.items():
         monkeypatch.setenv(name, value)
 
     def invoke(command: str) -> tuple[int, str]:
