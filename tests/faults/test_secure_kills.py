@@ -161,7 +161,11 @@ def paid_for(processes: Armed, folder: Path) -> None:
         assert len({one.release for one in spends}) == 2
         events = [event for one in spends for event in one.events]
         assert spends[-1].epsilon == epsilon_of(events, 1e-3)
-        assert [report[site.name]["epsilon"] for report in told] == [one.epsilon for one in spends]
+        ours = [one.epsilon for one in spends]
+        assert [report[site.name]["ledger_epsilon"] for report in told] == ours
+        assert [report[site.name]["epsilon"] for report in told] == pytest.approx(ours, rel=1e-3), (
+            "of its own accounting"
+        )
     assert [report["phases"][-1]["secure"]["sum_clients"] for report in reports[1:]] == [3, 3]
     assert processes.deaths == 1
 
