@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Path, Query, Request, Response
 from fastapi.dependencies.models import Dependant
@@ -26,6 +26,8 @@ from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.opening import Signer
 from promptfed.shared.api.api_schemas import LEVELS, OperatorRole
 
+Known = TypeVar("Known", OperatorCaller, EnrollingCaller, ClientCaller)
+_QUERIES: dict[Callable[..., Any], frozenset[str]] = {}  # the keys of queries, by what answers a route
 ROLE = "Promptfed-Role"
 """The header by which a page knows what its operator may do."""
 
@@ -58,12 +60,19 @@ After = Annotated[str | None, Query(max_length=100, pattern=NO_NUL, description=
 class _Caller(SecurityBase):
     """A dependency that is a caller of one kind; the route's description names it as a security scheme.
 
-    One dependency without others below it: solving each costs a tenth of what an answer to a poll does.
+    One dependency without others below it: the framework solves each of them anew for every request.
     """
 
     def __init__(self, name: str, description: str):
         self.scheme_name = name
         self.model = HTTPBearer(description=description)
+
+    async def _of_kind(self, kind: type[Known], wanted: str, request: Request) -> Known:
+        """The caller, if it is of this kind. Raises Refusal, which names the ``wanted`` token."""
+        caller = await authenticate(request, request.app.state.registry, _bearer(request))
+        if not isinstance(caller, kind):
+            raise WrongRole(f"this call takes {wanted}")
+        return caller
 
 
 class _OperatorCaller(_Caller):
@@ -74,9 +83,7 @@ class _OperatorCaller(_Caller):
         self._role = role
 
     async def __call__(self, request: Request, response: Response) -> OperatorCaller:
-        caller = await authenticate(request, request.app.state.registry, _bearer(request))
-        if not isinstance(caller, OperatorCaller):
-            raise WrongRole("this call takes the operator token")
+        caller = await self._of_kind(OperatorCaller, "the operator token", request)
         if LEVELS[caller.role] < LEVELS[self._role]:
             raise WrongRole(f"this call takes the role {self._role}; {caller.name} has the role {caller.role}")
         audit.actor.set(audit.Actor(caller.name, caller.role, address_of(request)))
@@ -90,8 +97,8 @@ def _expect_known_query(request: Request) -> None:
     if request.scope["query_string"]:
         unknown = set(request.query_params) - _queries_of(request.scope["route"])
         if unknown:
-            problems_ = [{"type": "extra_forbidden", "loc": ("query", key), "msg": ""} for key in sorted(unknown)]
-            raise RequestValidationError(problems_)
+            errors = [{"type": "extra_forbidden", "loc": ("query", key), "msg": ""} for key in sorted(unknown)]
+            raise RequestValidationError(errors)
 
 
 def _queries_of(route: APIRoute) -> frozenset[str]:
@@ -113,8 +120,6 @@ def _queries(dependant: Dependant) -> Iterator[str]:
     for inner in dependant.dependencies:
         yield from _queries(inner)
 
-
-_QUERIES: dict[Callable[..., Any], frozenset[str]] = {}
 
 IsViewer = Annotated[OperatorCaller, Depends(_OperatorCaller("viewer", "viewer", "an operator's, with any role"))]
 IsOperator = Annotated[
@@ -161,11 +166,8 @@ class Enrolling:
 
 class _EnrollingCaller(_Caller):
     async def __call__(self, request: Request, federation: FederationId) -> Enrolling:
-        registry = request.app.state.registry
-        caller = await authenticate(request, registry, _bearer(request))
-        if not isinstance(caller, EnrollingCaller):
-            raise WrongRole("this call takes an enrolment token")
-        own = _own(registry, federation, caller.federation)
+        caller = await self._of_kind(EnrollingCaller, "an enrolment token", request)
+        own = _own(request.app.state.registry, federation, caller.federation)
         known = own.tokens.get(caller.token)
         if known is not None:
             audit.actor.set(audit.Actor(known.name, "enrolment", address_of(request)))
@@ -188,10 +190,8 @@ class CallingClient:
 
 class _ClientCaller(_Caller):
     async def __call__(self, request: Request, federation: FederationId) -> CallingClient:
+        caller = await self._of_kind(ClientCaller, "the secret that the client enrolled with", request)
         registry = request.app.state.registry
-        caller = await authenticate(request, registry, _bearer(request))
-        if not isinstance(caller, ClientCaller):
-            raise WrongRole("this call takes the secret that the client enrolled with")
         own = _own(registry, federation, caller.federation)
         request.state.client = (own.id, caller.client.name)
         registry.last_seen.seen(caller.client.id)

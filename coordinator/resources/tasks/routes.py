@@ -60,7 +60,7 @@ ACCEPTED_BEFORE: dict[int | str, dict[str, Any]] = {
 HELD_SECONDS = 15.0  # that an answer waits for a task at most: many proxies end a silent connection after 20
 
 
-class Poll(BaseModel, extra="forbid"):
+class Poll(BaseModel):
     """What a client asks by with a poll."""
 
     wait: Annotated[float, Field(ge=0, le=60, description="seconds; after 15 it is answered in any case")] = 0
