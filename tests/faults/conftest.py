@@ -1,4 +1,9 @@
-"""The databases of the coordinator's own tests."""
+"""The databases of the coordinator's own tests, and three coordinators on one of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from tests.coordinator.conftest import (
     blobs_are_files,
@@ -10,6 +15,9 @@ from tests.coordinator.conftest import (
     postgres,
     pytest_generate_tests,
 )
+from tests.support.object_store import ObjectStoreServer
+from tests.support.postgres import PostgresServer
+from tests.support.takeovers import Group
 
 __all__ = [
     "blobs_are_files",
@@ -21,3 +29,12 @@ __all__ = [
     "postgres",
     "pytest_generate_tests",
 ]
+
+
+@pytest.fixture
+def group(
+    tmp_path: Path, postgres: PostgresServer, object_store: str, object_server: ObjectStoreServer
+) -> Iterator[Group]:
+    made = Group(tmp_path, postgres.schema(), object_store, dict(object_server.environment))
+    yield made
+    made.close()

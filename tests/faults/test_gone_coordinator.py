@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -24,8 +23,6 @@ import pytest
 from promptfed.testing.coordinator import OperatorCalls
 from tests.support import forked_client
 from tests.support.coordinators import fork_server
-from tests.support.object_store import ObjectStoreServer
-from tests.support.postgres import PostgresServer
 from tests.support.resending import ResendingApi
 from tests.support.several import OPERATOR, TOKEN, AnyOf
 from tests.support.takeovers import Group
@@ -73,15 +70,6 @@ class RealClient:
         if self.process.is_alive():
             self.process.kill()
         self.process.join(PATIENCE)
-
-
-@pytest.fixture
-def group(
-    tmp_path: Path, postgres: PostgresServer, object_store: str, object_server: ObjectStoreServer
-) -> Iterator[Group]:
-    made = Group(tmp_path, postgres.schema(), object_store, dict(object_server.environment))
-    yield made
-    made.close()
 
 
 def holder(group: Group, federation: str) -> str | None:
