@@ -25,6 +25,22 @@ from promptfed.shared.data.symbols import COMMON, RARE, STYLES, blur, glyph, has
 from promptfed.shared.seeds import derive_seed
 
 MAX_LOGIT_SCALE = 50.0
+DIGIT_FONTS = (
+    "DejaVuSans.ttf",
+    "DejaVuSans-Oblique.ttf",
+    "DejaVuSansMono.ttf",
+    "DejaVuSerif.ttf",
+    "DejaVuSerif-Italic.ttf",
+    "STIXGeneral.ttf",
+    "STIXGeneralItalic.ttf",
+    "cmss10.ttf",
+    "cmtt10.ttf",
+)
+
+LONGEST_PREFIX = 16
+"""The largest number of random tokens before a name: the length of a learned context."""
+
+_SYMBOL_COUNT = len(SYMBOLS)
 
 
 def fresh_model(name: str, seed: int, *keys: str) -> open_clip.CLIP:
@@ -95,21 +111,6 @@ def save_weights(model: open_clip.CLIP, path: Path, without: Container[str] = ()
     save_file({name: value.half().contiguous() for name, value in kept.items()}, path)
 
 
-DIGIT_FONTS = (
-    "DejaVuSans.ttf",
-    "DejaVuSans-Oblique.ttf",
-    "DejaVuSansMono.ttf",
-    "DejaVuSerif.ttf",
-    "DejaVuSerif-Italic.ttf",
-    "STIXGeneral.ttf",
-    "STIXGeneralItalic.ttf",
-    "cmss10.ttf",
-    "cmtt10.ttf",
-)
-LONGEST_PREFIX = 16
-"""The largest number of random tokens before a name: the length of a learned context."""
-
-
 @dataclass(frozen=True)
 class Recipe:
     """The composition of the corpus."""
@@ -152,7 +153,6 @@ class _Thing:
 _THINGS = tuple(
     _Thing(s.name, chr(s.codepoint), ("DejaVuSans.ttf",), s.topic) for s in sorted(SYMBOLS, key=lambda s: s.codepoint)
 ) + tuple(_Thing(name, str(i), DIGIT_FONTS, "") for i, name in enumerate(DIGIT_NAMES))
-_SYMBOL_COUNT = len(SYMBOLS)
 
 
 @dataclass(frozen=True)

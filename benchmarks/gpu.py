@@ -75,6 +75,45 @@ BATCH = 32
 NO_RATE = 1e-30
 PROMPTS = {"promptfl": 16, "plan": 8}  # vectors: those of the methods' papers
 REPEATS = 3
+KEY = "a5" * 32
+MIB = 1 << 20
+PAGE = DOCS / "results" / "gpu.md"
+NUMBERS = PAGE.with_suffix(".jsonl")
+BEGIN, END = "<!-- tables -->\n", "<!-- end of the tables -->\n"
+Case = Mapping[str, Any]
+TITLES = {
+    "Steps beside a plain loop": "steps",
+    "Clients at once": "clients",
+    "Crews on one device": "crews",
+    "A hundred clients": "hundred",
+    "The same bits again": "twice",
+    "Precision": "precision",
+    "Too little memory": "memory",
+    "Image features": "features",
+}
+MODELS = {"ViT-B-16": "random", "ViT-L-14": "random", "ViT-SO400M-14-SigLIP": "random"}
+SMALL = {"promptfed-tiny": "embedded"}
+STYLES = ("painting", "sketch", "neon", "chalk")  # of the clients in turn: some methods need several domains
+DATA = "symbols:{style}?topic=faces&per_class=1&test_per_class=1"  # six images for each client
+HUNDRED = "symbols:blueprint?topic=faces&per_class={images}&test_per_class=50&partition=iid&clients=100"
+SHORT = {"m": 4, "mst_steps": 4}  # a context that fits beside the names into SigLIP's sixteen positions; few steps
+BUDGETS = {  # seconds for one backbone
+    "methods": 125.0,
+    "steps": 48.0,
+    "features": 55.0,
+    "twice": 12.0,
+    "clients": 15.0,
+    "crews": 20.0,
+    "hundred": 55.0,
+    "precision": 10.0,
+    "memory": 20.0,
+}
+REFERENCES = 25.0  # of the methods' seconds, for runs on the CPU alone
+BACKBONES = {"precision": 3}  # how many of the backbones a part runs with; the others with the first
+STARTING = 20.0  # further seconds until a part is ended: for its start and its last case
+SOME = ("promptfl", "plan", "fedotp")  # with text prompts, with prompts in both towers, and with patch features
+REPEATABLE = {"deterministic": True}  # where hashes are compared: the fastest kernels of a GPU add in any order
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 
 
 class WordTokenizer:
@@ -221,10 +260,6 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return statistics.median(seconds[1:])
 
 
-KEY = "a5" * 32
-MIB = 1 << 20
-
-
 @dataclass(frozen=True)
 class Limit:
     """Bytes of device memory that a process may allocate. None, for the CPU: every step raises OutOfMemoryError."""
@@ -357,12 +392,6 @@ def conducted(
     return result, watched.most
 
 
-PAGE = DOCS / "results" / "gpu.md"
-NUMBERS = PAGE.with_suffix(".jsonl")
-BEGIN, END = "<!-- tables -->\n", "<!-- end of the tables -->\n"
-Case = Mapping[str, Any]
-
-
 def page(numbers: Mapping[str, Any], text: str) -> str:
     """The page ``text`` with the tables of the numbers between its two marks."""
     about = numbers["about"]
@@ -386,18 +415,6 @@ def read(path: Path) -> dict[str, Any]:
         else:
             numbers |= line
     return numbers
-
-
-TITLES = {
-    "Steps beside a plain loop": "steps",
-    "Clients at once": "clients",
-    "Crews on one device": "crews",
-    "A hundred clients": "hundred",
-    "The same bits again": "twice",
-    "Precision": "precision",
-    "Too little memory": "memory",
-    "Image features": "features",
-}
 
 
 def _methods(cases: Mapping[str, Case]) -> str:
@@ -431,31 +448,6 @@ def _cell(value: object) -> str:
         return ", ".join(map(_cell, value))
     text = str(value).replace("|", "/")
     return text[:19] + "..." if text.startswith("sha256:") else text
-
-
-MODELS = {"ViT-B-16": "random", "ViT-L-14": "random", "ViT-SO400M-14-SigLIP": "random"}
-SMALL = {"promptfed-tiny": "embedded"}
-STYLES = ("painting", "sketch", "neon", "chalk")  # of the clients in turn: some methods need several domains
-DATA = "symbols:{style}?topic=faces&per_class=1&test_per_class=1"  # six images for each client
-HUNDRED = "symbols:blueprint?topic=faces&per_class={images}&test_per_class=50&partition=iid&clients=100"
-SHORT = {"m": 4, "mst_steps": 4}  # a context that fits beside the names into SigLIP's sixteen positions; few steps
-BUDGETS = {  # seconds for one backbone
-    "methods": 125.0,
-    "steps": 48.0,
-    "features": 55.0,
-    "twice": 12.0,
-    "clients": 15.0,
-    "crews": 20.0,
-    "hundred": 55.0,
-    "precision": 10.0,
-    "memory": 20.0,
-}
-REFERENCES = 25.0  # of the methods' seconds, for runs on the CPU alone
-BACKBONES = {"precision": 3}  # how many of the backbones a part runs with; the others with the first
-STARTING = 20.0  # further seconds until a part is ended: for its start and its last case
-SOME = ("promptfl", "plan", "fedotp")  # with text prompts, with prompts in both towers, and with patch features
-REPEATABLE = {"deterministic": True}  # where hashes are compared: the fastest kernels of a GPU add in any order
-PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 
 
 @dataclass

@@ -52,6 +52,23 @@ from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.replay import Operations
 
+WIDTH = 64
+WAYS = {
+    "cpu": "prefix",
+    "gpu": "dense",
+    "plain": "plain",
+}  # text passes; plain: all positions, open_clip's blocks
+NO_WORK = ("aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::lift_fresh")
+TEMPLATE = "a photo of a {}."
+CHUNK = 100
+RATE_OF_COMPARISON = 1000.0  # one step changes weights by the gradient times this: float32 then holds all its digits
+RATE_OF_STANDING = 1e-30
+MOST_DEVIATION = 1e-4
+METHODS = ("promptfl", "fedpgp")  # the second one's operations alone are counted
+COLUMNS = {"plain": "plain", "cached": "+ feature cache", "short": "+ short text", "ours": "+ shared prefix"}
+FAST = ("short", "ours")
+TextPath = Literal["plain", "short"]
+
 
 @dataclass
 class KeptBatch:
@@ -101,15 +118,6 @@ class PlainBatch(KeptBatch):
         return self._features
 
 
-WIDTH = 64
-WAYS = {
-    "cpu": "prefix",
-    "gpu": "dense",
-    "plain": "plain",
-}  # text passes; plain: all positions, open_clip's blocks
-NO_WORK = ("aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::lift_fresh")
-
-
 def narrow(model: str) -> Backbone:
     """A backbone with the blocks of ``model``'s towers, but narrow: the operations are the same, and soon done.
 
@@ -151,17 +159,6 @@ def of_a_step(backbone: Backbone, way: str, steps: Callable[[int], object]) -> i
     finally:
         del backbone.text_path
     return found[1] - found[0]
-
-
-TEMPLATE = "a photo of a {}."
-CHUNK = 100
-RATE_OF_COMPARISON = 1000.0  # one step changes weights by the gradient times this: float32 then holds all its digits
-RATE_OF_STANDING = 1e-30
-MOST_DEVIATION = 1e-4
-METHODS = ("promptfl", "fedpgp")  # the second one's operations alone are counted
-COLUMNS = {"plain": "plain", "cached": "+ feature cache", "short": "+ short text", "ours": "+ shared prefix"}
-FAST = ("short", "ours")
-TextPath = Literal["plain", "short"]
 
 
 class SlowBackbone:

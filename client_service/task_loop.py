@@ -47,6 +47,13 @@ SHORTEST_WATCH = 0.5  # seconds from one question to the next
 GONE = (401, 403, 404, 410)  # statuses that say the same of the client or its federation
 
 Result = TypeVar("Result")
+log = logging.getLogger("promptfed.client")
+POLL_SECONDS = 15  # less than the 20 s after which many proxies end a connection on which nothing passes
+SHORTEST_POLL = 0.5  # seconds between polls where the coordinator has no task for us and says so at once
+RESENDS = 3  # of one accepted update, where the coordinator asks for it again
+
+# What may be said of a failure outside: these texts name settings, tensors and classes, never a path or an image.
+TELLABLE = (NotAgreed, MethodError, BackboneError, TensorError, SpecError, BadAnswer)
 
 
 async def watched(
@@ -86,17 +93,6 @@ async def _watch(
             if current is not None and current.task_id != task.task_id:
                 gone.set()
         await asyncio.sleep(max(0.0, pause - (time.monotonic() - asked)))
-
-
-log = logging.getLogger("promptfed.client")
-
-
-POLL_SECONDS = 15  # less than the 20 s after which many proxies end a connection on which nothing passes
-SHORTEST_POLL = 0.5  # seconds between polls where the coordinator has no task for us and says so at once
-RESENDS = 3  # of one accepted update, where the coordinator asks for it again
-
-# What may be said of a failure outside: these texts name settings, tensors and classes, never a path or an image.
-TELLABLE = (NotAgreed, MethodError, BackboneError, TensorError, SpecError, BadAnswer)
 
 
 @dataclass

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
+SIGNATURE_HEADER = "Promptfed-Signature"  # of an answer with a state: Ed25519 over `statement`, in hexadecimal
+
 
 def canonical_json(value: object) -> str:
     """JSON with sorted keys and no spaces: one text for one value."""
@@ -36,9 +38,6 @@ def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(text: str) -> NoReturn:
     raise ValueError(f"it holds {text}")
-
-
-SIGNATURE_HEADER = "Promptfed-Signature"  # of an answer with a state: Ed25519 over `statement`, in hexadecimal
 
 
 def statement(federation: str, round: int, state_hash: str) -> bytes:

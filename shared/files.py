@@ -11,6 +11,8 @@ from typing import BinaryIO
 
 from promptfed.shared import machine
 
+_NOT_A_FILE = "it is a pipe, a socket or a device, not a file"
+
 
 def write_whole(path: Path, content: bytes, *, mode: int | None = None, synced: bool = True) -> None:
     """Write so that a reader finds all of ``content``, or what was there before.
@@ -39,9 +41,6 @@ def write_whole(path: Path, content: bytes, *, mode: int | None = None, synced: 
         raise
     if synced:
         machine.sync_folder(path.parent)
-
-
-_NOT_A_FILE = "it is a pipe, a socket or a device, not a file"
 
 
 class NotAFile(OSError):

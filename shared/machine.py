@@ -25,6 +25,8 @@ O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 LOCKED_BYTE = 0x7FFF_FFFE  # Windows locks bytes: one that lies behind any content, so that others can read the file
 RETRY_SECONDS = 0.05
 UNLIMITED = 1 << 62  # open files
+ARENAS = 2
+_M_ARENA_MAX = -8  # <malloc.h>
 
 
 def _found(name: str) -> ModuleType | None:
@@ -179,10 +181,6 @@ async def line_of(stream: TextIO) -> str:
         return await ready
     finally:
         loop.remove_reader(stream.fileno())
-
-
-ARENAS = 2
-_M_ARENA_MAX = -8  # <malloc.h>
 
 
 def share_heaps() -> None:

@@ -51,6 +51,12 @@ GreyScale = Annotated[
     tuple[float, float] | None,
     left_out(description="which numbers of the client's grey pictures of more than 8 bits are black and white"),
 ]
+INLINE_BYTES = 64 << 10
+"""The most of a payload within its task, and of an update whose receipt waits for the next task."""
+
+Figure = Annotated[Fraction | None, left_out()]
+FIGURES = ("ece", "macro_f1", "auroc", "majority", "one_answer")
+TEMPLATE_ECE = "zero_shot_ece"  # the template's own, beside the `FIGURES` that an owner agrees to
 
 
 class Message(BaseModel):
@@ -150,10 +156,6 @@ class TaskConfig(TrainingTerms):
         return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
 
 
-INLINE_BYTES = 64 << 10
-"""The most of a payload within its task, and of an update whose receipt waits for the next task."""
-
-
 class PayloadRef(Message):
     """Where a task's tensors are: ``url`` is a path on the coordinator's own origin.
 
@@ -223,13 +225,6 @@ class UpdateMetadata(Message):
     payload_sha256: Digest
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
     privacy: Annotated[SpendReport | None, left_out()] = None
-
-
-Figure = Annotated[Fraction | None, left_out()]
-
-
-FIGURES = ("ece", "macro_f1", "auroc", "majority", "one_answer")
-TEMPLATE_ECE = "zero_shot_ece"  # the template's own, beside the `FIGURES` that an owner agrees to
 
 
 class SplitResult(Message):

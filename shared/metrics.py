@@ -16,6 +16,23 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict
 
 BINS = 15
+ONE_CLASS, FREQUENT = 0.9, 0.1
+ZERO_SHOT = "zero-shot"  # the template's answers stand as a further classifier's, split@zero-shot
+DRAWS = 1000
+Z = 1.959963984540054  # the normal distribution's 97.5 % point
+_CELLS = 1 << 22  # numbers in one part of the bootstrap
+Floats = NDArray[np.float64]
+
+POOLED = {
+    "auroc": "AUROC",
+    "average_precision": "average precision",
+    "sensitivity": "sensitivity",
+    "specificity": "specificity",
+}
+"""Figures of a class, with their titles."""
+
+LEAST_SE, MOST_SE = 1e-6, 1e6  # of a logit; a site may say any number
+MOST_LOGIT = 28.0  # of one of 2⁴⁰ cases
 
 
 def finite(numbers: ArrayLike) -> NDArray[np.float64]:
@@ -101,9 +118,6 @@ def largest_share(classes: ArrayLike) -> float:
     return float(np.bincount(known[known >= 0], minlength=1).max()) / len(known)
 
 
-ONE_CLASS, FREQUENT = 0.9, 0.1
-
-
 def nearly_one_class(one_answer: float | None, majority: float | None = None) -> bool:
     """Whether nearly all answers are one class; where labels are known, only if no class is nearly as frequent.
 
@@ -117,9 +131,6 @@ def _pair(labels: ArrayLike, predicted: ArrayLike) -> tuple[NDArray[np.int64], N
     if len(truth) != len(answers) or not len(truth):
         raise ValueError(f"{len(truth)} labels for {len(answers)} answers")
     return truth, answers
-
-
-ZERO_SHOT = "zero-shot"  # the template's answers stand as a further classifier's, split@zero-shot
 
 
 @dataclass(frozen=True)
@@ -143,22 +154,6 @@ class Outcomes:
 
 
 Record = Callable[[Outcomes], None]
-
-
-DRAWS = 1000
-Z = 1.959963984540054  # the normal distribution's 97.5 % point
-_CELLS = 1 << 22  # numbers in one part of the bootstrap
-
-Floats = NDArray[np.float64]
-
-
-POOLED = {
-    "auroc": "AUROC",
-    "average_precision": "average precision",
-    "sensitivity": "sensitivity",
-    "specificity": "specificity",
-}
-"""Figures of a class, with their titles."""
 
 
 class Estimate(BaseModel):
@@ -324,10 +319,6 @@ def precision_estimate(truth: NDArray[np.bool_], scores: Floats, groups: Sequenc
     drawn, free = np.concatenate(values), max(1, len(np.unique(place[truth])) - 1)
     se = float(drawn.std(ddof=1)) * math.sqrt((free + 1) / free) if len(drawn) > 1 else 0.0
     return on_logit_scale(value, se, int(truth.sum()), float(special.stdtrit(free, 0.975)))
-
-
-LEAST_SE, MOST_SE = 1e-6, 1e6  # of a logit; a site may say any number
-MOST_LOGIT = 28.0  # of one of 2⁴⁰ cases
 
 
 class Pooled(BaseModel):

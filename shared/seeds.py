@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from promptfed.shared.tensors.torch_tensors import TorchDraws
 
 Floats = NDArray[np.float32]
+WORD = 2.0**-24  # a float32 between 0 and 1 has 24 random bits
+HALF = 8  # Box and Muller's method makes eight pairs at once
+
+INITIAL = "initial-state"
+"""The purpose of round 0's draws: what clients start from in common is drawn from them, wherever it is drawn."""
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
@@ -53,9 +58,6 @@ class Draws(Protocol):
 
 DrawsOf = Callable[..., Draws]
 """Makes the draws for one purpose: ``(seed, *purpose)``."""
-
-WORD = 2.0**-24  # a float32 between 0 and 1 has 24 random bits
-HALF = 8  # Box and Muller's method makes eight pairs at once
 
 
 class NumpyDraws:
@@ -133,10 +135,6 @@ def sampling_order(draw: int | str, round: int, names: list[str]) -> list[str]:
     ``draw`` is the spec's seed, or a secret: who knows the seed can choose a name that is asked first in many rounds.
     """
     return sorted(names, key=lambda name: hashlib.sha256(f"{draw}|{round}|{name}".encode()).digest())
-
-
-INITIAL = "initial-state"
-"""The purpose of round 0's draws: what clients start from in common is drawn from them, wherever it is drawn."""
 
 
 def initial_draws(seed: int) -> TorchDraws:

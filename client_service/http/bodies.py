@@ -20,6 +20,9 @@ from promptfed.shared.messages import Task
 from promptfed.shared.service.digests import digest_field
 
 CHUNK = 64 << 10  # that is written to the line at once, each within the time for one write
+MESSAGES = {"clients": "enrolment", "exchange": "secure sum"}  # by the last part of the path; others are named by it
+MOST_HEADER = 1 << 20  # bytes of a safetensors header that are read
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,6 @@ def sha256_of(path: Path) -> str:
     """The SHA-256 of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-MESSAGES = {"clients": "enrolment", "exchange": "secure sum"}  # by the last part of the path; others are named by it
-MOST_HEADER = 1 << 20  # bytes of a safetensors header that are read
-
-Line = dict[str, Any]
 
 
 @dataclass

@@ -55,6 +55,10 @@ SMALL_SECONDS = 60.0
 ATTEMPTS = 3  # that may end with `upload-timeout`
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
+MAX_PAYLOAD_BYTES = 2 << 30
+POLL_MARGIN = 15.0  # seconds that a long poll may take beyond its wait
+SHORT_POLL = 2  # seconds, where one of several coordinators may be gone and another one is to be asked soon
+
 
 def receipt_for(task_id: str, sha256: str | None = None) -> Callable[[Reply], Receipt]:
     """Reads the receipt of what was sent for a task: of these bytes, where it says of which."""
@@ -206,11 +210,6 @@ def _begin(response: httpx.Response, wanted: Wanted) -> int:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-MAX_PAYLOAD_BYTES = 2 << 30
-POLL_MARGIN = 15.0  # seconds that a long poll may take beyond its wait
-SHORT_POLL = 2  # seconds, where one of several coordinators may be gone and another one is to be asked soon
 
 
 class CoordinatorClient(CoordinatorConnection):

@@ -36,6 +36,7 @@ log = logging.getLogger("promptfed.client")
 
 QUESTION = "Join? [y/N] "
 ANSWER_SECONDS = 15.0  # that a coordinator gets to answer
+END_SECONDS = 300.0  # that a client which still runs gets to end, before its private parts are deleted
 
 
 class Terminal:
@@ -99,9 +100,6 @@ def noted(consent: Consent | None, site: SiteLog) -> Consent | None:
         return agreed
 
     return asked
-
-
-END_SECONDS = 300.0  # that a client which still runs gets to end, before its private parts are deleted
 
 
 def withdraw(settings: Settings) -> int:

@@ -61,6 +61,9 @@ from promptfed.shared.secagg.primitives import public_identity, sign
 from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, SpecError
 
+log = logging.getLogger("promptfed.client")
+BEHIND_SECONDS = 60.0  # of features that are computed after the enrolment: a tenth of a phase's usual deadline
+
 
 def choose_device(wanted: str) -> str:
     """``auto`` is the first CUDA device, else the CPU. Raises ClientError: BACKBONE where torch has no such device."""
@@ -229,11 +232,6 @@ def enrolment_token(settings: Settings, identity: Identity) -> str | None:
     if path is None or (enrolled and not path.exists()):
         return None
     return read_token(path, "enrolment token")
-
-
-log = logging.getLogger("promptfed.client")
-
-BEHIND_SECONDS = 60.0  # of features that are computed after the enrolment: a tenth of a phase's usual deadline
 
 
 class FederationEnded(Exception):

@@ -32,6 +32,12 @@ from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import TensorSpec
 
 ROUNDS = 3  # that stand for all: the first, those in between, the last
+FILE, ANSWERS, WITHDRAWN = "consent.json", "answers.json", "withdrawn"
+ATTEMPTS = 5  # answers for one phase: an operator may let those whose update was refused try again
+RESTORES = 3  # of the coordinator from a backup, without asking the owner
+SHOWN = 200  # characters of a value that an owner is shown
+SHOWN_DIFFERENCES = 20  # of a refused task
+OF_THE_WEIGHTS = {"backbone": {"fingerprint", "shape"}}  # pinned once the weights are loaded, see `Agreement.pin`
 
 
 def metrics_of(method: Method, info: EnrolmentInfo) -> list[str]:
@@ -61,14 +67,6 @@ def settings_of(method: Method) -> dict[str, Any]:
     """The method's name and hyperparameters."""
     task: dict[str, Any] = {TASK: MULTI_LABEL} if is_for_several_labels(method) else {}
     return {"name": method.name, **method.hyper.model_dump(mode="json"), **task}
-
-
-FILE, ANSWERS, WITHDRAWN = "consent.json", "answers.json", "withdrawn"
-ATTEMPTS = 5  # answers for one phase: an operator may let those whose update was refused try again
-RESTORES = 3  # of the coordinator from a backup, without asking the owner
-SHOWN = 200  # characters of a value that an owner is shown
-SHOWN_DIFFERENCES = 20  # of a refused task
-OF_THE_WEIGHTS = {"backbone": {"fingerprint", "shape"}}  # pinned once the weights are loaded, see `Agreement.pin`
 
 
 class NotAgreed(ValueError):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Part = Literal["train", "test"]
 START = hashlib.sha256(b"").hexdigest()
+FILE = "ledger-head.json"
 
 
 class BudgetExhausted(ValueError):
@@ -311,9 +312,6 @@ def _head(lines: Sequence[bytes]) -> Head:
 def _write(handle: int, content: bytes) -> None:
     while content:
         content = content[os.write(handle, content) :]
-
-
-FILE = "ledger-head.json"
 
 
 def keep_head(ledger: Ledger, state: PrivateState) -> None:

@@ -45,6 +45,10 @@ DRAWN_FILE = "noisy-counts.json"
 STRICTNESS: tuple[Leaving, ...] = ("withheld", "noisy", "plain")
 LEAST_IMAGES, USUAL = 1000, 0.1  # of a test set: of fewer, noise of the usual ε leaves little
 Results = Mapping[str, SplitResult]
+ANSWERED_FILE = "answered-states.json"
+
+Patients = Callable[[str], int | None]
+"""The number of patients of a test set by its name; None where the data name none."""
 
 
 class _Drawn(BaseModel):
@@ -220,11 +224,6 @@ class NoisyCounts:
 
     def _last(self) -> _Drawn:
         return self.state.read_as(DRAWN_FILE, _Drawn) or _Drawn()
-
-
-ANSWERED_FILE = "answered-states.json"
-Patients = Callable[[str], int | None]
-"""The number of patients of a test set by its name; None where the data name none."""
 
 
 def floor_of(policy: Policy | None) -> int:

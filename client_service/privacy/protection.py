@@ -38,6 +38,7 @@ from promptfed.shared.tensors.torch_tensors import decode
 
 FILE = "protection.json"  # what was planned when this client enrolled
 Groups = Sequence[Sequence[int]] | None
+log = logging.getLogger("promptfed.client")
 
 
 class _KeptPlan(BaseModel):
@@ -321,9 +322,6 @@ def _noise(privacy: PrivacySpec, delta: float, shape: Event) -> float:
 def _check_allowed(privacy: PrivacySpec, delta: float) -> None:
     if privacy.delta is not None and delta > privacy.delta:
         raise PrivacyError(f"the ledger's δ = {delta:g} is larger than the federation allows ({privacy.delta:g})")
-
-
-log = logging.getLogger("promptfed.client")
 
 
 @contextmanager

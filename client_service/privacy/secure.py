@@ -51,6 +51,11 @@ HexBytes = Annotated[
 Pair = tuple[HexBytes, HexBytes]
 """A share of a member's seed, and one of its mask key."""
 
+KEY, PEERS = "signing.key", "peers.json"
+WORK, ATTEMPT = "secure-work.safetensors", "secure-attempt.json"
+MASKED, MARKERS = "secure-masked.safetensors", "secure-markers.json"
+STEPS: tuple[TaskKind, ...] = ("train", "share", "mask", "confirm", "unmask")
+
 
 class OfPhase(BaseModel):
     """Something that belongs to one phase of one round."""
@@ -130,9 +135,6 @@ class Markers(BaseModel):
     round: int = 0
 
 
-KEY, PEERS = "signing.key", "peers.json"
-
-
 def identity_of(state: PrivateState) -> bytes:
     """The private Ed25519 key of this folder's client, made and written down when it is asked for first.
 
@@ -191,11 +193,6 @@ def meet(state: PrivateState, others: Iterable[str], round: int, listed: frozens
     if new:
         state.write_as(PEERS, known | dict.fromkeys(new, round))
     return Met(round, len(here), len(new), sum(peer in listed for peer in here))
-
-
-WORK, ATTEMPT = "secure-work.safetensors", "secure-attempt.json"
-MASKED, MARKERS = "secure-masked.safetensors", "secure-markers.json"
-STEPS: tuple[TaskKind, ...] = ("train", "share", "mask", "confirm", "unmask")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,25 @@ from promptfed.shared.service.net import bind, is_loopback, url_of
 from promptfed.shared.service.reasons import why
 from promptfed.shared.service.static_page import StaticPage
 
+# `blob:` is the chosen image, shown from the browser's memory.
+PAGE = StaticPage("promptfed.client_service.serving", images="blob:")
+
+# Files of a page are no calls that a program makes.
+router = APIRouter(include_in_schema=False)
+
+MAX_IMAGE_BYTES = 20 << 20
+BODY_SECONDS = 60.0  # that a body may take
+HELD_BYTES = 128 << 20  # of all bodies that are read or worked on
+STOP_SECONDS = 1
+log = logging.getLogger("promptfed.client")
+IMAGE_TYPE = "application/octet-stream"
+IMAGE_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {IMAGE_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
 
 class OwnPageOnly:
     """Refuses requests that a page of elsewhere has made, before anything is read.
@@ -78,13 +97,6 @@ def _is_here(host: str) -> bool:
     return parts.netloc == host and "@" not in host and is_loopback(parts.hostname or "")
 
 
-# `blob:` is the chosen image, shown from the browser's memory.
-PAGE = StaticPage("promptfed.client_service.serving", images="blob:")
-
-# Files of a page are no calls that a program makes.
-router = APIRouter(include_in_schema=False)
-
-
 @router.get("/")
 async def page(if_none_match: Annotated[str | None, Header()] = None) -> Response:
     """The upload page."""
@@ -98,14 +110,6 @@ async def page_file(file: str, if_none_match: Annotated[str | None, Header()] = 
         return PAGE.answer(file, if_none_match)
     except KeyError:
         raise ApiProblem(404, "not-found", "Not found", "the page has no such file") from None
-
-
-MAX_IMAGE_BYTES = 20 << 20
-BODY_SECONDS = 60.0  # that a body may take
-HELD_BYTES = 128 << 20  # of all bodies that are read or worked on
-STOP_SECONDS = 1
-
-log = logging.getLogger("promptfed.client")
 
 
 class Held:
@@ -165,15 +169,6 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The refusals of a route as OpenAPI describes them."""
     content = {"application/problem+json": {"schema": Problem.model_json_schema()}}
     return {status: {"description": "Refused", "content": content} for status in statuses}
-
-
-IMAGE_TYPE = "application/octet-stream"
-IMAGE_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {IMAGE_TYPE: {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
 
 
 def create_app(monitor: Monitor, predictor: Predictor, token: str | None, host: str) -> FastAPI:

@@ -10,6 +10,13 @@ from pathlib import Path
 
 from promptfed.shared import machine
 
+VARIABLE = "PROMPTFED_CLIENT_FAULT"
+
+#: Between two steps of a training.
+TRAINING_POINT = "training-step"
+
+_reached: Counter[str] = Counter()
+
 
 class Disk:
     """Writes files. If ``synced``, they are on the disk when a call returns."""
@@ -51,14 +58,6 @@ class Disk:
 
 def _leave(handle: int) -> None:
     """Leave writing to the operating system."""
-
-
-VARIABLE = "PROMPTFED_CLIENT_FAULT"
-
-#: Between two steps of a training.
-TRAINING_POINT = "training-step"
-
-_reached: Counter[str] = Counter()
 
 
 def point(name: str) -> None:

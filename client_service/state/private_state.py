@@ -42,6 +42,19 @@ from promptfed.shared.service.reasons import why
 from promptfed.shared.tensors import TensorError, Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 
+ENROLMENT = "enrolment.json"
+DATA = "data.json"
+PENDING = "pending"
+ANSWERED = "answered"
+COMMITTED = "committed.safetensors"
+PAYLOADS = "payloads"
+FORM = 1  # of the files here; a folder of promptfed before 0.4.0 says none
+READS_OLDER = "7368013d"  # the last commit that reads folders of promptfed before 0.4.0
+LARGE = 16 << 20  # bytes from which a payload is mapped and not read
+UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+Kept = TypeVar("Kept")
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # making one takes milliseconds: it builds a schema
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -87,20 +100,6 @@ class Serving:
     phase: str
     config: TaskConfig
     payload: bytes | Path
-
-
-ENROLMENT = "enrolment.json"
-DATA = "data.json"
-PENDING = "pending"
-ANSWERED = "answered"
-COMMITTED = "committed.safetensors"
-PAYLOADS = "payloads"
-FORM = 1  # of the files here; a folder of promptfed before 0.4.0 says none
-READS_OLDER = "7368013d"  # the last commit that reads folders of promptfed before 0.4.0
-LARGE = 16 << 20  # bytes from which a payload is mapped and not read
-UNREADABLE = (OSError, ValueError, KeyError, TypeError)
-Kept = TypeVar("Kept")
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # making one takes milliseconds: it builds a schema
 
 
 class PrivateState:

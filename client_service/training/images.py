@@ -23,6 +23,9 @@ from promptfed.shared.seeds import generator
 
 DEFAULT_BYTES = 1 << 30
 Read = TypeVar("Read")
+AREA = (0.08, 1.0)
+ASPECT = (3 / 4, 4 / 3)  # width over height
+TRIES = 10
 
 
 class ImageCache:
@@ -137,11 +140,6 @@ class ReadAhead(Generic[Read]):
         for image in self._ahead.values():
             image.cancel()
         self._ahead = {}
-
-
-AREA = (0.08, 1.0)
-ASPECT = (3 / 4, 4 / 3)  # width over height
-TRIES = 10
 
 
 def crop_box(width: int, height: int, draws: Generator) -> tuple[int, int, int, int]:

@@ -61,6 +61,11 @@ from promptfed.shared.tensors import TensorError, Tensors
 from promptfed.shared.tensors.compression import compressed, subtracted
 from promptfed.shared.tensors.torch_tensors import DTYPES, arrays_of, decode_place, encode, state_hash, tensors_of
 
+log = logging.getLogger("promptfed.client")
+ServedParts = tuple[Method, ClientContext, Tensors, Tensors]  # method, context, payload, private state
+STOP_SECONDS = 2.5  # how long a stop waits for the running job to notice
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class SitePrivacy:
@@ -164,11 +169,6 @@ def encoded(task: Task, client: str, update: Tensors, payload: bytes | Path) -> 
     changes = subtracted(arrays_of(update), arrays_of(decode_place(payload)[0]))
     seed = derive_seed(task.config.seed, "compression", task.round, task.phase, client)
     return tensors_of(compressed(changes, up, np.random.default_rng(seed)))
-
-
-log = logging.getLogger("promptfed.client")
-
-ServedParts = tuple[Method, ClientContext, Tensors, Tensors]  # method, context, payload, private state
 
 
 @dataclass
@@ -447,11 +447,6 @@ def _sent(phase: Phase, result: TrainResult) -> Tensors:
 def _digest(peers: list[Peer]) -> str:
     ordered = sorted((peer.model_dump(mode="json") for peer in peers), key=lambda peer: str(peer["name"]))
     return hashlib.sha256(canonical_json(ordered).encode()).hexdigest()
-
-
-STOP_SECONDS = 2.5  # how long a stop waits for the running job to notice
-
-Result = TypeVar("Result")
 
 
 class Compute:

@@ -47,6 +47,18 @@ from promptfed.shared.tensors import (
 )
 
 GET_TORCH = "use an image of the target coordinator-torch, or `pip install torch` where it runs"
+log = logging.getLogger("promptfed.coordinator")
+READ_AT_ONCE = 16  # small updates lie in the database, and are no more than 4 MB together
+
+Counted = tuple[str, float, str]
+"""A counted update: its client, its weight, its digest."""
+
+_COLUMNS = (TaskRow.client, TaskRow.weight, TaskRow.payload_sha256, UpdateRow.sha256, UpdateRow.stored)
+_COUNTED = (
+    select(*_COLUMNS)
+    .join(UpdateRow, UpdateRow.task_id == TaskRow.id)
+    .where(TaskRow.phase_id == bindparam("phase"), TaskRow.counted)
+)
 
 
 class NoTorch(MethodError):
@@ -157,14 +169,6 @@ def _arrays(value: Any) -> Any:
 
         return array_of(value)
     return value
-
-
-log = logging.getLogger("promptfed.coordinator")
-
-READ_AT_ONCE = 16  # small updates lie in the database, and are no more than 4 MB together
-
-Counted = tuple[str, float, str]
-"""A counted update: its client, its weight, its digest."""
 
 
 def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) -> Arrays:
@@ -335,14 +339,6 @@ def stored_updates(
             else:
                 tensors, _ = decode_place(places[sha256])
             yield ClientUpdate(client, weight, tensors)
-
-
-_COLUMNS = (TaskRow.client, TaskRow.weight, TaskRow.payload_sha256, UpdateRow.sha256, UpdateRow.stored)
-_COUNTED = (
-    select(*_COLUMNS)
-    .join(UpdateRow, UpdateRow.task_id == TaskRow.id)
-    .where(TaskRow.phase_id == bindparam("phase"), TaskRow.counted)
-)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ Values = dict[str, Any]
 Combined = tuple[Any, Any]
 """An aggregate ``(D,)`` and the influence ``(K,)`` of each row on it."""
 
+FAR = 10.0  # times the median of a phase's changes: no honest client is so far from the others
+LEAST = 3  # updates: of two, nobody can say which is far from the other
+
 
 class Rows:
     """K updates as the rows of a matrix ``(K, D)``, relative to ``base`` and shortened to ``clip_norm``.
@@ -183,10 +186,6 @@ def squared_distances(rows: Rows) -> Any:
             apart = values[i] - values[j]
             squares[i, j] += (apart * apart).sum(1)
     return squares + squares.T
-
-
-FAR = 10.0  # times the median of a phase's changes: no honest client is so far from the others
-LEAST = 3  # updates: of two, nobody can say which is far from the other
 
 
 def change_norm(update: Mapping[str, Any], payload: Mapping[str, Any]) -> float:

@@ -20,6 +20,9 @@ from promptfed.shared.spec.sections import AggregationSpec, ServerOptimizerSpec,
 from promptfed.shared.tensors import SERVER, Arrays, Room, TensorSpec, chunks, size_of
 from promptfed.shared.tensors.arrays import argsort, double, in_namespace, namespace, single, take_along
 
+ROUNDING = 1e-9  # of sums of weights, and of a share times a number
+MOMENTUM, SQUARE = SERVER + "momentum.", SERVER + "square."
+
 
 def weighted_mean(updates: Iterable[ClientUpdate], room: Room = np.empty) -> Values:
     """Σ weight·tensor over updates that come one by one, summed in float64, as float32.
@@ -68,9 +71,6 @@ def _mean_by_update(updates: Iterable[ClientUpdate]) -> Values:
     if not sums:
         raise ValueError("there is no update to take the mean of")
     return {name: single(total) for name, total in sorted(sums.items())}
-
-
-ROUNDING = 1e-9  # of sums of weights, and of a share times a number
 
 
 @dataclass(frozen=True)
@@ -220,9 +220,6 @@ RULES: dict[str, Callable[[Rows, Any, AggregationSpec], Combined]] = {
     "krum": krum,
     "multi_krum": multi_krum,
 }
-
-
-MOMENTUM, SQUARE = SERVER + "momentum.", SERVER + "square."
 
 
 def moment_tensors(spec: ServerOptimizerSpec, method: Method, rounds: int) -> tuple[TensorSpec, ...]:

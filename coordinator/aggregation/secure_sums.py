@@ -43,6 +43,7 @@ from promptfed.shared.spec.sections import Weighting
 from promptfed.shared.tensors import Array, Arrays, Shape, decode
 
 Vector = NDArray[np.float64]
+MASKED = "masked"
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,6 @@ def _flat(tensors: Mapping[str, Any], names: list[str]) -> Vector:
 def _tensors(vector: Vector, shapes: Mapping[str, Shape], names: list[str]) -> Arrays:
     parts = np.split(vector, np.cumsum([math.prod(shapes[name]) for name in names])[:-1])
     return {name: part.reshape(shapes[name]).astype(np.float32) for name, part in zip(names, parts, strict=True)}
-
-
-MASKED = "masked"
 
 
 class Attempt:

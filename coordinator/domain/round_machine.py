@@ -29,6 +29,10 @@ from promptfed.shared.seeds import sampling_order
 from promptfed.shared.spec.section import ceil_fraction
 from promptfed.shared.spec.sections import SecureAggregationSpec
 
+KINDS: tuple[TaskKind, ...] = ("train", "share", "mask", "confirm", "unmask")
+TRAIN, SHARE, MASK, CONFIRM, UNMASK = range(5)
+ATTEMPTS = 2  # at a phase, with the same training
+
 
 def poisson_sample(key: str, round: int, names: Iterable[str], q: float) -> list[str]:
     """Those of ``names`` for whom the first 8 bytes of HMAC-SHA256(key, "round|name") are below q·2⁶⁴."""
@@ -69,11 +73,6 @@ def answers_needed(rules: Rules, run: Run, stage: Stage) -> int:
 def size_when_closed(rules: Rules, run: Run, stage: Stage) -> int:
     """The recorded K of a closed stage. With a fixed divisor (level ``client``) it does not change."""
     return stage.sample_size if rules.fixed_divisor else present(rules, run, stage)
-
-
-KINDS: tuple[TaskKind, ...] = ("train", "share", "mask", "confirm", "unmask")
-TRAIN, SHARE, MASK, CONFIRM, UNMASK = range(5)
-ATTEMPTS = 2  # at a phase, with the same training
 
 
 def steps_of(phases: Iterable[PhasePlan], spec: SecureAggregationSpec) -> tuple[PhasePlan, ...]:

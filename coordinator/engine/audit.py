@@ -18,6 +18,8 @@ from promptfed.coordinator.store.queries import Batch
 from promptfed.coordinator.store.tables import AuditRow, OperatorRow
 from promptfed.shared.api.api_schemas import FIRST_LINK, AuditEntry, OperatorRole
 
+LAST = select(AuditRow.number, AuditRow.hash).order_by(AuditRow.number.desc()).limit(1)
+
 
 @dataclass(frozen=True)
 class Actor:
@@ -30,8 +32,6 @@ class Actor:
 
 ITSELF = Actor("the coordinator")
 actor: ContextVar[Actor] = ContextVar("actor", default=ITSELF)
-
-LAST = select(AuditRow.number, AuditRow.hash).order_by(AuditRow.number.desc()).limit(1)
 
 
 @contextmanager

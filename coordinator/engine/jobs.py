@@ -49,6 +49,8 @@ from promptfed.shared.secagg import SecureError
 from promptfed.shared.spec.sections import FINAL, best
 from promptfed.shared.tensors import Arrays, TensorError, method_part, size_of, state_hash
 
+FORGOTTEN = "forget"  # the origin of a state from which a client's own part was taken
+
 
 @dataclass(frozen=True)
 class Computed:
@@ -153,9 +155,6 @@ def selected_round(session: Session, federation: Federation) -> int:
     """The chosen round; the last one where no client has told of its held-out images."""
     view = selection_view(session, federation)
     return federation.run.round if view is None else view.round
-
-
-FORGOTTEN = "forget"  # the origin of a state from which a client's own part was taken
 
 
 def start(registry: Registry, id: str) -> None:

@@ -24,6 +24,14 @@ from promptfed.shared.messages import ENDED, TaskKind
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 from promptfed.shared.spec.sections import shares
 
+_COLUMNS = (PhaseRow.id, PhaseRow.round, PhaseRow.kind, PhaseRow.name, PhaseRow.opened_at, PhaseRow.deadline)
+_STAGE = select(*_COLUMNS).where(
+    PhaseRow.federation_id == bindparam("federation"),
+    PhaseRow.round == bindparam("round"),
+    PhaseRow.step == bindparam("step"),
+)
+_TASKS = select(TaskRow.client, TaskRow.id).where(TaskRow.phase_id == bindparam("phase")).order_by(TaskRow.number)
+
 
 @dataclass
 class Change:
@@ -146,15 +154,6 @@ class _StageRow:
     name: str
     opened_at: str
     deadline: str
-
-
-_COLUMNS = (PhaseRow.id, PhaseRow.round, PhaseRow.kind, PhaseRow.name, PhaseRow.opened_at, PhaseRow.deadline)
-_STAGE = select(*_COLUMNS).where(
-    PhaseRow.federation_id == bindparam("federation"),
-    PhaseRow.round == bindparam("round"),
-    PhaseRow.step == bindparam("step"),
-)
-_TASKS = select(TaskRow.client, TaskRow.id).where(TaskRow.phase_id == bindparam("phase")).order_by(TaskRow.number)
 
 
 class _Recorder:

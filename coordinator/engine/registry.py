@@ -37,6 +37,11 @@ from promptfed.coordinator.store.tables import OperatorRow
 from promptfed.shared.messages import ENDED, TaskConfig
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 
+log = logging.getLogger("promptfed.coordinator")
+HELD = 2  # requests of one client that wait at a time: a newer one ends the oldest
+EVENTS = "*events"
+T = TypeVar("T")
+
 
 class Wakeups:
     """One-shot events by key. Listen first, then look, then wait: no wakeup is missed."""
@@ -124,14 +129,6 @@ class Waits:
     def _end(self, key: Hashable, wait: Wait) -> None:
         wait.over = True
         self._wakeups.wake([key])
-
-
-log = logging.getLogger("promptfed.coordinator")
-
-HELD = 2  # requests of one client that wait at a time: a newer one ends the oldest
-EVENTS = "*events"
-
-T = TypeVar("T")
 
 
 class Registry:

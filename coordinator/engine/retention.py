@@ -43,6 +43,9 @@ NAMING: tuple[tuple[Any, Any], ...] = (
 )
 """Columns that name blobs, and where they do."""
 
+ROWS_AT_ONCE = 500  # rows of one transaction, and with a task go its update and its evaluation
+BEHIND_TASKS: tuple[Any, ...] = (StateRow, EventRow, ClientRow, PhaseRow)
+
 
 def has_to_retire(federation: Federation, retired: int) -> bool:
     """Whether rounds have passed whose tensors are not kept, beyond the ``retired`` ones."""
@@ -147,10 +150,6 @@ def _retire_rows(session: Session, id: str, bound: int) -> Iterable[str]:
     session.execute(update(TaskRow).where(old_tasks).values(payload_stored=False), execution_options=blindly)
     with_keys = (PhaseRow.id.in_(old_phases), PhaseRow.noise_key.is_not(None))
     session.execute(update(PhaseRow).where(*with_keys).values(noise_key=None), execution_options=blindly)
-
-
-ROWS_AT_ONCE = 500  # rows of one transaction, and with a task go its update and its evaluation
-BEHIND_TASKS: tuple[Any, ...] = (StateRow, EventRow, ClientRow, PhaseRow)
 
 
 def delete_federation(registry: Registry, id: str) -> None:

@@ -40,6 +40,20 @@ _STATEMENTS = {
     .values(expired_at=bindparam("moment"))
     for table in (OperatorRow, TokenRow)
 }
+log = logging.getLogger("promptfed.coordinator")
+FLUSH_SECONDS = 2.0
+TRIM_SECONDS = 30.0  # between two times that free memory goes back to the system, a few milliseconds each
+RETRY_SECONDS = 2.0
+SWEEP_SECONDS = 0.5  # that a start waits for the removal of what crashes have left
+RETIRE_SECONDS = 1.0  # between two removals of what a running federation's rounds have left: quick rounds share one
+STOP_SECONDS = 1.0
+HANG_SECONDS = 30.0  # after which a database that neither answers nor refuses is given up
+
+MOVED_ON = (NotFound, WrongMoment, RegistryClosed)
+"""The federation was deleted, has ended or moved on meanwhile."""
+
+Job = Callable[[Registry, str], None]
+"""What is carried out on the thread for tensor work: of this registry, for the federation with this id."""
 
 
 def has_expired(token: Operator | EnrolmentToken) -> bool:
@@ -74,22 +88,6 @@ def _newly_expired(tokens: Mapping[str, Token]) -> set[str]:
 
 def _with_marks(tokens: Mapping[str, Token], expired: set[str]) -> dict[str, Token]:
     return {key: replace(token, expired=True) if key in expired else token for key, token in tokens.items()}
-
-
-log = logging.getLogger("promptfed.coordinator")
-
-FLUSH_SECONDS = 2.0
-TRIM_SECONDS = 30.0  # between two times that free memory goes back to the system, a few milliseconds each
-RETRY_SECONDS = 2.0
-SWEEP_SECONDS = 0.5  # that a start waits for the removal of what crashes have left
-RETIRE_SECONDS = 1.0  # between two removals of what a running federation's rounds have left: quick rounds share one
-STOP_SECONDS = 1.0
-HANG_SECONDS = 30.0  # after which a database that neither answers nor refuses is given up
-
-MOVED_ON = (NotFound, WrongMoment, RegistryClosed)
-"""The federation was deleted, has ended or moved on meanwhile."""
-Job = Callable[[Registry, str], None]
-"""What is carried out on the thread for tensor work: of this registry, for the federation with this id."""
 
 
 class Scheduler:

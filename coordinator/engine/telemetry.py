@@ -39,6 +39,26 @@ if TYPE_CHECKING:
 PLURALS = {"task-settled": "tasks-settled"}
 FIELDS = ("federation", "round", "phase", "client")
 MOST_ITEMS = 20  # of a list: a line is for reading, the whole stands in the reports
+SEEN = update(ClientRow).where(ClientRow.id == bindparam("key")).values(last_seen=bindparam("moment"))
+PROGRESS_SECONDS = 60.0  # after which a client has said nothing of its task, though it does so every ten
+MORE = TaskRow.bytes_down + bindparam("size")
+SERVED = update(TaskRow).where(TaskRow.id == bindparam("key")).values(bytes_down=MORE)
+
+UNTELLING = (
+    "promptfed_rounds_completed_total",
+    "promptfed_phases_completed_total",
+    "promptfed_federation_moves_total",
+    "promptfed_event_streams",
+)
+"""What may be told where it is secret who takes part: nothing that counts or times clients' requests."""
+
+ALERTING = (
+    *("internal-error", "storage-full", "store-away", "storage-damaged"),
+    *("unauthorized", "too-many-failures"),
+)
+"""Kinds of refusals that `deploy/monitoring/alerts.yaml` watches."""
+
+SECONDS = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 1800, 7200)
 
 
 def of_event(federation: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,12 +126,6 @@ def configure(level: str, format: Literal["auto", "text", "json"] = "json") -> N
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
 
 
-SEEN = update(ClientRow).where(ClientRow.id == bindparam("key")).values(last_seen=bindparam("moment"))
-PROGRESS_SECONDS = 60.0  # after which a client has said nothing of its task, though it does so every ten
-MORE = TaskRow.bytes_down + bindparam("size")
-SERVED = update(TaskRow).where(TaskRow.id == bindparam("key")).values(bytes_down=MORE)
-
-
 class LastSeen:
     """Clients' last requests, and bytes served by task."""
 
@@ -169,23 +183,6 @@ class LastSeen:
         """As ``flush``, ignoring a database that cannot be written, for callers that only read."""
         with contextlib.suppress(SQLAlchemyError):
             self.flush()
-
-
-UNTELLING = (
-    "promptfed_rounds_completed_total",
-    "promptfed_phases_completed_total",
-    "promptfed_federation_moves_total",
-    "promptfed_event_streams",
-)
-"""What may be told where it is secret who takes part: nothing that counts or times clients' requests."""
-
-ALERTING = (
-    *("internal-error", "storage-full", "store-away", "storage-damaged"),
-    *("unauthorized", "too-many-failures"),
-)
-"""Kinds of refusals that `deploy/monitoring/alerts.yaml` watches."""
-
-SECONDS = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 1800, 7200)
 
 
 class Metrics:

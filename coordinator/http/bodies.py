@@ -46,6 +46,10 @@ SMALL_SECONDS = 15.0
 LEAST_RATE = 4 << 10  # bytes a second of a larger one, by which it may be behind for so many seconds:
 BEHIND_SECONDS = 20.0
 HELD_BYTES = 320 << 10  # of one body, before the server stops reading it: 64 KB and what was under way
+JSON_BYTES = 8 << 20
+TENSOR_PATHS = ("/update", "/exchange", "/initial-state")
+NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
+_FROM = re.compile(r"bytes=(\d{1,15})-")
 
 
 @dataclass(frozen=True)
@@ -309,11 +313,6 @@ def _expect_same(actual: str, announced: str) -> None:
         raise DigestMismatch(f"the body has digest {actual}; {announced} was announced: send it again")
 
 
-JSON_BYTES = 8 << 20
-TENSOR_PATHS = ("/update", "/exchange", "/initial-state")
-NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
-
-
 class JsonBodies:
     """Passes on bodies of callers with a token, up to a size and within ``seconds``.
 
@@ -397,9 +396,6 @@ def _schemes(dependant: Dependant) -> Iterator[str]:
         yield dependant.call.scheme_name
     for inner in dependant.dependencies:
         yield from _schemes(inner)
-
-
-_FROM = re.compile(r"bytes=(\d{1,15})-")
 
 
 def first_byte(asked: str | None) -> int:

@@ -36,6 +36,13 @@ from promptfed.shared.service.http_connection import LimitedHttpProtocol
 from promptfed.shared.service.net import certificate_hash, certificates_in, most_connections
 
 SHOWN = "promptfed.certificate_names"
+log = logging.getLogger("promptfed.coordinator")
+MOST_ADDRESSES = 10_000
+MOST_TOKENS = 100_000
+GUESSES = 100  # times the failures: so many different wrong tokens no broken script and no lost federation sends
+FIRST_ADMIN = "operator.token"
+ACCEPTED_AT_ONCE = 32  # several times as many may have been accepted before the first of them is looked at
+QUEUE = 2048  # connections that the system keeps until they are accepted
 
 
 def names_shown(transport: asyncio.BaseTransport) -> frozenset[str]:
@@ -90,13 +97,6 @@ def fingerprint(settings: Settings) -> str | None:
     """The SHA-256 of `authority`, in hexadecimal."""
     certificate = authority(settings)
     return certificate_hash(certificate) if certificate is not None else None
-
-
-log = logging.getLogger("promptfed.coordinator")
-
-MOST_ADDRESSES = 10_000
-MOST_TOKENS = 100_000
-GUESSES = 100  # times the failures: so many different wrong tokens no broken script and no lost federation sends
 
 
 @dataclass
@@ -184,9 +184,6 @@ def _network(address: str) -> str:
     if ip.ipv4_mapped is not None:
         return str(ip.ipv4_mapped)
     return str(ipaddress.ip_network((ip, 64), strict=False))
-
-
-FIRST_ADMIN = "operator.token"
 
 
 @dataclass(frozen=True)
@@ -313,10 +310,6 @@ def _identify(
         if client is not None and compare_digest(client.secret_digest or "", token_digest):
             return ClientCaller(federation.id, client, federation.run.members[client.name].active)
     raise Unauthorized("this token is not known here")
-
-
-ACCEPTED_AT_ONCE = 32  # several times as many may have been accepted before the first of them is looked at
-QUEUE = 2048  # connections that the system keeps until they are accepted
 
 
 class LimitedConnection(LimitedHttpProtocol):

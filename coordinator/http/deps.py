@@ -31,6 +31,36 @@ _QUERIES: dict[Callable[..., Any], frozenset[str]] = {}  # the keys of queries, 
 ROLE = "Promptfed-Role"
 """The header by which a page knows what its operator may do."""
 
+NO_NUL = r"^[^\x00]*$"  # PostgreSQL's text holds none, and may not be asked for any
+FederationId = Annotated[str, Path(description="id or name of the federation", max_length=100)]
+ClientId = Annotated[str, Path(description="id or name of the client", max_length=100)]
+OperatorId = Annotated[str, Path(description="an operator's name, or the id of a token", max_length=100)]
+TokenId = Annotated[str, Path(description="id or name of the enrolment token", max_length=100)]
+TaskId = Annotated[str, Path(max_length=100, pattern=NO_NUL)]
+Limit = Annotated[int, Query(ge=1, le=1000, description="at most so many")]
+After = Annotated[str | None, Query(max_length=100, pattern=NO_NUL, description="`next` of the page before")]
+ANY_REQUEST: tuple[type[Refusal], ...] = (
+    problems.InvalidRequest,
+    problems.UnreadableBody,
+    problems.DigestMismatch,
+    problems.UploadTimeout,
+    problems.BodyTooLarge,
+    problems.InternalError,
+    problems.Waiting,
+)
+ANY_CALLER: tuple[type[Refusal], ...] = (
+    problems.ProtocolVersion,
+    problems.Unauthorized,
+    problems.TokenExpired,
+    problems.TooManyFailures,
+    problems.WrongRole,
+    problems.OtherCertificate,
+    problems.NotFound,
+    problems.StoreAway,
+    problems.StorageDamaged,
+    problems.MethodAbsent,
+)
+
 
 # Asynchronous although they wait for nothing: the others would each be sent to a thread.
 def of_app(name: str) -> Callable[..., Awaitable[Any]]:
@@ -45,16 +75,6 @@ def of_app(name: str) -> Callable[..., Awaitable[Any]]:
 SignerOf = Annotated[Signer, Depends(of_app("signer"))]
 RegistryOf = Annotated[Registry, Depends(of_app("registry"))]
 SettingsOf = Annotated[Settings, Depends(of_app("settings"))]
-
-NO_NUL = r"^[^\x00]*$"  # PostgreSQL's text holds none, and may not be asked for any
-
-FederationId = Annotated[str, Path(description="id or name of the federation", max_length=100)]
-ClientId = Annotated[str, Path(description="id or name of the client", max_length=100)]
-OperatorId = Annotated[str, Path(description="an operator's name, or the id of a token", max_length=100)]
-TokenId = Annotated[str, Path(description="id or name of the enrolment token", max_length=100)]
-TaskId = Annotated[str, Path(max_length=100, pattern=NO_NUL)]
-Limit = Annotated[int, Query(ge=1, le=1000, description="at most so many")]
-After = Annotated[str | None, Query(max_length=100, pattern=NO_NUL, description="`next` of the page before")]
 
 
 class _Caller(SecurityBase):
@@ -219,29 +239,6 @@ OperatedAny = Annotated[Federation, Depends(_operated_any)]
 """The federation for operators, also if its method is absent."""
 EnrollingBy = Annotated[Enrolling, Depends(_EnrollingCaller("enrolment", "minted by the operator"))]
 Calling = Annotated[CallingClient, Depends(_ClientCaller("client", "the secret the client enrolled with"))]
-
-
-ANY_REQUEST: tuple[type[Refusal], ...] = (
-    problems.InvalidRequest,
-    problems.UnreadableBody,
-    problems.DigestMismatch,
-    problems.UploadTimeout,
-    problems.BodyTooLarge,
-    problems.InternalError,
-    problems.Waiting,
-)
-ANY_CALLER: tuple[type[Refusal], ...] = (
-    problems.ProtocolVersion,
-    problems.Unauthorized,
-    problems.TokenExpired,
-    problems.TooManyFailures,
-    problems.WrongRole,
-    problems.OtherCertificate,
-    problems.NotFound,
-    problems.StoreAway,
-    problems.StorageDamaged,
-    problems.MethodAbsent,
-)
 
 
 def for_callers(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:

@@ -21,6 +21,42 @@ from promptfed.shared.service.static_page import MEDIA_TYPES, StaticPage
 from promptfed.shared.spec.spec import SpecError
 
 router = APIRouter()
+PAGE = StaticPage("promptfed.coordinator", images="'self'")
+CONTENT: dict[str, dict[str, str]] = {kind.split(";")[0]: {} for kind in MEDIA_TYPES.values()}
+_DESCRIBED: dict[tuple[object, ...], bytes] = {}
+
+START = """SwaggerUIBundle({ url: "/openapi.json", dom_id: "#api", deepLinking: true, validatorUrl: null });"""
+
+DOCS = f"""<!doctype html>
+<html lang="en">
+  <head>
+    <meta charset="utf-8">
+    <meta name="viewport" content="width=device-width, initial-scale=1">
+    <title>promptfed coordinator: API</title>
+    <link rel="stylesheet" href="/docs/files/swagger-ui.css">
+  </head>
+  <body>
+    <div id="api"></div>
+    <script src="/docs/files/swagger-ui-bundle.js"></script>
+    <script>{START}</script>
+  </body>
+</html>
+"""
+
+# The API's description in Swagger UI, whose files come with `fastapi-offline` and from nowhere else. It sets styles
+# by script and draws its icons from data URLs.
+DOCS_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        f"script-src 'self' 'sha256-{base64.b64encode(hashlib.sha256(START.encode()).digest()).decode()}'",
+        "style-src 'self' 'unsafe-inline'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
 
 
 @router.get("/healthz", responses=documented(), tags=["health"])
@@ -53,10 +89,6 @@ def readyz(registry: RegistryOf) -> Health:
 async def metrics(registry: RegistryOf) -> Response:
     """Prometheus metrics."""
     return Response(registry.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-PAGE = StaticPage("promptfed.coordinator", images="'self'")
-CONTENT: dict[str, dict[str, str]] = {kind.split(";")[0]: {} for kind in MEDIA_TYPES.values()}
 
 
 @router.get(
@@ -103,9 +135,6 @@ async def list_methods() -> Response:
     return Response(_DESCRIBED[known], media_type="application/json")
 
 
-_DESCRIBED: dict[tuple[object, ...], bytes] = {}
-
-
 def _described() -> bytes:
     every = [MethodView.model_validate(methods.describe(name)) for name in sorted(methods.METHODS)]
     return MethodList(methods=every).model_dump_json().encode()
@@ -142,38 +171,6 @@ def get_authority(settings: SettingsOf) -> str:
     if certificate is None:
         raise NotFound("this coordinator serves no TLS: there is no certificate")
     return certificate
-
-
-START = """SwaggerUIBundle({ url: "/openapi.json", dom_id: "#api", deepLinking: true, validatorUrl: null });"""
-DOCS = f"""<!doctype html>
-<html lang="en">
-  <head>
-    <meta charset="utf-8">
-    <meta name="viewport" content="width=device-width, initial-scale=1">
-    <title>promptfed coordinator: API</title>
-    <link rel="stylesheet" href="/docs/files/swagger-ui.css">
-  </head>
-  <body>
-    <div id="api"></div>
-    <script src="/docs/files/swagger-ui-bundle.js"></script>
-    <script>{START}</script>
-  </body>
-</html>
-"""
-# The API's description in Swagger UI, whose files come with `fastapi-offline` and from nowhere else. It sets styles
-# by script and draws its icons from data URLs.
-DOCS_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        f"script-src 'self' 'sha256-{base64.b64encode(hashlib.sha256(START.encode()).digest()).decode()}'",
-        "style-src 'self' 'unsafe-inline'",
-        "img-src 'self' data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
-)
 
 
 @router.get("/docs", include_in_schema=False)

@@ -52,6 +52,11 @@ Kept = TypeVar("Kept")
 Admitted = tuple[Arrays, float]
 """Of a small update from its admission to its aggregation: its tensors, and the norm of its change."""
 
+log = logging.getLogger("promptfed.coordinator")
+PREFIX = "sha256:"
+LITTER_SECONDS = 3600.0
+UNREADABLE = (errno.ENOENT, errno.EIO)
+
 
 class BlobRows:
     """The small blobs of a database, and the keys of its objects. ``Batch`` writes them."""
@@ -129,13 +134,6 @@ class Remembered(Generic[Kept]):
             for digest in digests:
                 if digest in self._kept:
                     self._bytes -= self._kept.pop(digest)[1]
-
-
-log = logging.getLogger("promptfed.coordinator")
-
-PREFIX = "sha256:"
-LITTER_SECONDS = 3600.0
-UNREADABLE = (errno.ENOENT, errno.EIO)
 
 
 class DamagedBlob(Exception):

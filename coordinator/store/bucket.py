@@ -32,6 +32,8 @@ SILENCE = timedelta(seconds=300)  # for one request, however large its body
 RETRIES, RETRY_SECONDS = 3, timedelta(seconds=15)
 PROBE = timedelta(seconds=2)  # for each request of a probe, which is not repeated
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+MOST_BYTES = 4 << 30
+IN_USE_SECONDS = 60.0  # after which nobody to whom a path was given is about to open it: what is mapped stays
 
 
 class ObjectStoreAway(OSError):
@@ -154,10 +156,6 @@ def _may_be_plain(endpoint: str | None) -> bool:
 
 def _first_line(error: Exception) -> str:
     return one_line(str(error).partition("\n\nDebug source")[0])[:500]
-
-
-MOST_BYTES = 4 << 30
-IN_USE_SECONDS = 60.0  # after which nobody to whom a path was given is about to open it: what is mapped stays
 
 
 class ObjectCache:

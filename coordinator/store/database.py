@@ -39,6 +39,79 @@ from promptfed.coordinator.store.tables import Base
 if TYPE_CHECKING:
     from psycopg import Connection as DriverConnection
 
+log = logging.getLogger("promptfed.coordinator")
+DRIVER = "postgresql+psycopg"
+CONNECT = {
+    "client_encoding": "utf8",
+    "connect_timeout": "5",
+    # A dead peer is noticed in half a minute, by us and (``SESSION``) by the server, which then frees the lock.
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "4",
+    "tcp_user_timeout": "20000",
+    # After a failover the old server may only read: it is not ours any more.
+    "target_session_attrs": "read-write",
+    "application_name": "promptfed coordinator",
+}
+SESSION = ("tcp_keepalives_idle = 10", "tcp_keepalives_interval = 5", "tcp_keepalives_count = 4")
+READERS = 8
+
+# Who stops in the middle of a transaction keeps others from nothing for longer.
+OF_SEVERAL = ("idle_in_transaction_session_timeout = 5000",)
+
+HANG_UP_SECONDS = 0.1  # until the locks of a terminated session are gone
+SIGNS = (*SESSION, "statement_timeout = 3000", "lock_timeout = 2000")
+NOW = "extract(epoch FROM clock_timestamp())"
+KEY = "hashtextextended('promptfed coordinator ' || coalesce(current_schema(), ''), 0)"
+LOCK = f"SELECT pg_try_advisory_lock({KEY})"
+IS_LISTED = "SELECT to_regclass('working') IS NOT NULL"
+
+# In one statement: whoever is stopped behind it has said who it is.
+TAKE = """
+    WITH lock AS MATERIALIZED (SELECT pg_try_advisory_lock(KEY) AS taken)
+    INSERT INTO working (id, holder, address, backend, since, seen)
+    SELECT 1, %(holder)s, %(address)s, pg_backend_pid(), NOW, NOW FROM lock WHERE taken
+    ON CONFLICT (id) DO UPDATE SET holder = excluded.holder, address = excluded.address, backend = excluded.backend,
+    since = excluded.since, seen = excluded.seen
+    RETURNING backend
+""".replace("KEY", KEY).replace("NOW", NOW)
+
+RENEW = """
+    INSERT INTO working (id, holder, address, backend, since, seen)
+    VALUES (1, %(holder)s, %(address)s, %(backend)s, NOW, NOW)
+    ON CONFLICT (id) DO UPDATE SET seen = excluded.seen
+    WHERE working.holder = excluded.holder AND working.backend = excluded.backend
+    RETURNING backend
+""".replace("NOW", NOW)
+
+# The session of the row: it has the lock, and is no later one with the same number.
+TERMINATE = """
+    SELECT pg_terminate_backend(working.backend::integer) FROM working
+    JOIN pg_stat_activity ON pg_stat_activity.pid = working.backend
+    WHERE (working.seen < NOW - %(silent)s OR working.holder = %(holder)s)
+    AND pg_stat_activity.backend_start <= to_timestamp(working.since)
+    AND EXISTS (
+        SELECT FROM pg_locks WHERE pid = working.backend AND locktype = 'advisory' AND granted AND objsubid = 1
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+        AND (classid::bigint << 32 | objid::bigint) = KEY
+    )
+""".replace("KEY", KEY).replace("NOW", NOW)
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+READS_OLDER = "7368013d"  # the last commit that reads the tables of releases before 0.4.0
+TRY_AGAIN_SECONDS = 0.5
+CLOSE_SECONDS = 1.0
+
+FORM = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
+"""The table in which alembic stores the revision of the others."""
+
+BUSY_MILLISECONDS = 10_000
+READERS_MILLISECONDS = 500  # of waiting for readers of an older commit, while nobody writes
+WRITERS_CACHE_KIB = (
+    16 << 10
+)  # at most, of pages: of a long federation's indexes it uses many more than of a short one's
+READERS_CACHE_KIB = 2000  # of each reading connection: SQLite's own default
+
 
 class CannotOpen(Exception):
     """The store cannot be opened; the text says in one line why and what to do."""
@@ -101,61 +174,6 @@ class Backend(ABC):
 def one_line(error: object) -> str:
     """An error's text without line breaks."""
     return " ".join(str(error).split())
-
-
-log = logging.getLogger("promptfed.coordinator")
-
-DRIVER = "postgresql+psycopg"
-CONNECT = {
-    "client_encoding": "utf8",
-    "connect_timeout": "5",
-    # A dead peer is noticed in half a minute, by us and (``SESSION``) by the server, which then frees the lock.
-    "keepalives_idle": "10",
-    "keepalives_interval": "5",
-    "keepalives_count": "4",
-    "tcp_user_timeout": "20000",
-    # After a failover the old server may only read: it is not ours any more.
-    "target_session_attrs": "read-write",
-    "application_name": "promptfed coordinator",
-}
-SESSION = ("tcp_keepalives_idle = 10", "tcp_keepalives_interval = 5", "tcp_keepalives_count = 4")
-READERS = 8
-# Who stops in the middle of a transaction keeps others from nothing for longer.
-OF_SEVERAL = ("idle_in_transaction_session_timeout = 5000",)
-HANG_UP_SECONDS = 0.1  # until the locks of a terminated session are gone
-SIGNS = (*SESSION, "statement_timeout = 3000", "lock_timeout = 2000")
-NOW = "extract(epoch FROM clock_timestamp())"
-KEY = "hashtextextended('promptfed coordinator ' || coalesce(current_schema(), ''), 0)"
-LOCK = f"SELECT pg_try_advisory_lock({KEY})"
-IS_LISTED = "SELECT to_regclass('working') IS NOT NULL"
-# In one statement: whoever is stopped behind it has said who it is.
-TAKE = """
-    WITH lock AS MATERIALIZED (SELECT pg_try_advisory_lock(KEY) AS taken)
-    INSERT INTO working (id, holder, address, backend, since, seen)
-    SELECT 1, %(holder)s, %(address)s, pg_backend_pid(), NOW, NOW FROM lock WHERE taken
-    ON CONFLICT (id) DO UPDATE SET holder = excluded.holder, address = excluded.address, backend = excluded.backend,
-    since = excluded.since, seen = excluded.seen
-    RETURNING backend
-""".replace("KEY", KEY).replace("NOW", NOW)
-RENEW = """
-    INSERT INTO working (id, holder, address, backend, since, seen)
-    VALUES (1, %(holder)s, %(address)s, %(backend)s, NOW, NOW)
-    ON CONFLICT (id) DO UPDATE SET seen = excluded.seen
-    WHERE working.holder = excluded.holder AND working.backend = excluded.backend
-    RETURNING backend
-""".replace("NOW", NOW)
-# The session of the row: it has the lock, and is no later one with the same number.
-TERMINATE = """
-    SELECT pg_terminate_backend(working.backend::integer) FROM working
-    JOIN pg_stat_activity ON pg_stat_activity.pid = working.backend
-    WHERE (working.seen < NOW - %(silent)s OR working.holder = %(holder)s)
-    AND pg_stat_activity.backend_start <= to_timestamp(working.since)
-    AND EXISTS (
-        SELECT FROM pg_locks WHERE pid = working.backend AND locktype = 'advisory' AND granted AND objsubid = 1
-        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-        AND (classid::bigint << 32 | objid::bigint) = KEY
-    )
-""".replace("KEY", KEY).replace("NOW", NOW)
 
 
 class PostgreSQL(Backend):
@@ -312,12 +330,6 @@ def together(connection: Connection) -> Iterator[None]:
     except psycopg.Error as error:
         about = "statements sent together"
         raise DBAPIError.instance(about, None, error, psycopg.Error, hide_parameters=True) from error
-
-
-MIGRATIONS = Path(__file__).parent / "migrations"
-READS_OLDER = "7368013d"  # the last commit that reads the tables of releases before 0.4.0
-TRY_AGAIN_SECONDS = 0.5
-CLOSE_SECONDS = 1.0
 
 
 class Database:
@@ -511,10 +523,6 @@ class Database:
             self.on_away()
 
 
-FORM = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
-"""The table in which alembic stores the revision of the others."""
-
-
 def _forms() -> list[str]:
     """The revisions that there are migrations for, from the oldest on: their files begin with them."""
     return sorted(file.name.partition("_")[0] for file in (MIGRATIONS / "versions").glob("[0-9]*.py"))
@@ -525,14 +533,6 @@ def _form(connection: Connection) -> str | None:
     if not inspect(connection).has_table(FORM.name):
         return None
     return connection.execute(select(FORM.c.version_num)).scalar()
-
-
-BUSY_MILLISECONDS = 10_000
-READERS_MILLISECONDS = 500  # of waiting for readers of an older commit, while nobody writes
-WRITERS_CACHE_KIB = (
-    16 << 10
-)  # at most, of pages: of a long federation's indexes it uses many more than of a short one's
-READERS_CACHE_KIB = 2000  # of each reading connection: SQLite's own default
 
 
 class SQLite(Backend):

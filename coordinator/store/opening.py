@@ -37,6 +37,15 @@ from promptfed.shared import machine
 from promptfed.shared.files import write_whole
 from promptfed.shared.service.reasons import why
 
+log = logging.getLogger("promptfed.coordinator")
+ID_FILE = "store.id"
+SQLITE_FILE = "coordinator.sqlite3"
+FRESH_SECONDS = 1.0  # for which an answer holds: whoever asks all the time is not to keep the disk busy
+PROBE_BYTES = 64 << 10
+KEY_FILE = "signing.key"
+OPERATOR_FILE = "operator.token"
+SHORTEST = 32
+
 
 class FolderInUse(InUse):
     """Another coordinator uses the folder."""
@@ -65,12 +74,6 @@ class FolderLock:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
-
-
-log = logging.getLogger("promptfed.coordinator")
-
-ID_FILE = "store.id"
-SQLITE_FILE = "coordinator.sqlite3"
 
 
 @dataclass
@@ -288,10 +291,6 @@ def _expect_objects(bucket: Bucket | None, database: Database, name: str) -> boo
     return name_there is not None
 
 
-FRESH_SECONDS = 1.0  # for which an answer holds: whoever asks all the time is not to keep the disk busy
-PROBE_BYTES = 64 << 10
-
-
 class Writable:
     """Checks on demand, at most once in ``FRESH_SECONDS``."""
 
@@ -341,9 +340,6 @@ class Writable:
             path.unlink(missing_ok=True)
 
 
-KEY_FILE = "signing.key"
-
-
 class Signer:
     """Signs with the key of a data folder, which the first start creates, or with a ``given`` one.
 
@@ -373,10 +369,6 @@ class Signer:
     def sign(self, said: bytes) -> str:
         """The signature, in hexadecimal."""
         return self._key.sign(said).hex()
-
-
-OPERATOR_FILE = "operator.token"
-SHORTEST = 32
 
 
 def digest(token: str) -> str:

@@ -39,6 +39,20 @@ from promptfed.shared.privacy.accounting import Event
 from promptfed.shared.spec.sections import SelectionSpec
 
 T = TypeVar("T", bound=Base)
+LAST_STATE = (
+    select(StateRow.sha256)
+    .where(StateRow.federation_id == bindparam("id"))
+    .order_by(StateRow.round.desc(), StateRow.id.desc())
+    .limit(1)
+)
+"""The digest of the state that was committed last, of the federation ``id``."""
+
+Row = dict[str, Any]
+_REFUSED = (
+    update(ClientRow.__table__)  # type: ignore[arg-type]
+    .where(ClientRow.federation_id == bindparam("federation"), ClientRow.name == bindparam("client"))
+    .values(refusals=ClientRow.refusals + 1, last_refusal=bindparam("about"))
+)
 
 
 def page(
@@ -72,15 +86,6 @@ def last_state(session: Session, id: str, *where: Any) -> StateRow | None:
     query = select(StateRow).where(StateRow.federation_id == id, *where)
     # Rounds only go forward. By id alone a database would read all states: the index has the round.
     return session.scalars(query.order_by(StateRow.round.desc(), StateRow.id.desc()).limit(1)).one_or_none()
-
-
-LAST_STATE = (
-    select(StateRow.sha256)
-    .where(StateRow.federation_id == bindparam("id"))
-    .order_by(StateRow.round.desc(), StateRow.id.desc())
-    .limit(1)
-)
-"""The digest of the state that was committed last, of the federation ``id``."""
 
 
 def phase_at(session: Session, id: str, round: int, step: int) -> PhaseRow | None:
@@ -131,9 +136,6 @@ def spent_events(session: Session, id: str, client: str) -> list[Event]:
     return events
 
 
-Row = dict[str, Any]
-
-
 def _updated(table: type[Base], key: Any) -> Update:
     """Update rows by their ``key``; the parameters' other names are those of the columns to set."""
     return update(table.__table__).where(key == bindparam("key"))  # type: ignore[arg-type]
@@ -141,11 +143,6 @@ def _updated(table: type[Base], key: Any) -> Update:
 
 _TASKS = _updated(TaskRow, TaskRow.id)
 _TOKENS = _updated(TokenRow, TokenRow.digest)
-_REFUSED = (
-    update(ClientRow.__table__)  # type: ignore[arg-type]
-    .where(ClientRow.federation_id == bindparam("federation"), ClientRow.name == bindparam("client"))
-    .values(refusals=ClientRow.refusals + 1, last_refusal=bindparam("about"))
-)
 _PHASES = _updated(PhaseRow, PhaseRow.id)
 _FEDERATIONS = _updated(FederationRow, FederationRow.id)
 

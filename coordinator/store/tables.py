@@ -21,6 +21,16 @@ NAMES = {
 }
 Json = JSON(none_as_null=True)
 NOT_JSON = "what is stored is not JSON"
+Text = String().with_variant(String(collation="C"), "postgresql")
+
+# SQLite's INTEGER has 64 bits, and only a column of just this type numbers its rows.
+Whole = BigInteger().with_variant(Integer(), "sqlite")
+
+DELETING = "deleting"
+"""The state of a hidden federation while its rows are being deleted."""
+
+# Tensors hardly compress, and PostgreSQL would try it with each of them.
+_UNCOMPRESSED = DDL("ALTER TABLE blobs ALTER COLUMN content SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
 
 
 class Lenient(TypeDecorator[Any]):
@@ -42,11 +52,6 @@ class Lenient(TypeDecorator[Any]):
         return read
 
 
-Text = String().with_variant(String(collation="C"), "postgresql")
-# SQLite's INTEGER has 64 bits, and only a column of just this type numbers its rows.
-Whole = BigInteger().with_variant(Integer(), "sqlite")
-
-
 class Base(DeclarativeBase):
     """Base of all tables."""
 
@@ -65,10 +70,6 @@ class StoreRow(Base):
     __tablename__ = "store"
 
     id: Mapped[str] = mapped_column(primary_key=True)
-
-
-DELETING = "deleting"
-"""The state of a hidden federation while its rows are being deleted."""
 
 
 class FederationRow(Base):
@@ -339,8 +340,6 @@ class BlobRow(Base):
     content: Mapped[bytes]
 
 
-# Tensors hardly compress, and PostgreSQL would try it with each of them.
-_UNCOMPRESSED = DDL("ALTER TABLE blobs ALTER COLUMN content SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
 event.listen(BlobRow.__table__, "after_create", _UNCOMPRESSED.execute_if(dialect="postgresql"))
 
 

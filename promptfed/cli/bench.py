@@ -44,6 +44,17 @@ from promptfed.sdk.output import console, messages, note, print_json, read_spec,
 from promptfed.shared.plain_text import listed
 from promptfed.shared.spec.spec import AllowedBackbones
 
+EVALUATIONS = 10  # of a federation beside the first: a curve, for a tenth of what evaluating each round may cost
+MISSING = ("there is no folder", ", or is not whole")  # in errors of data that a preset looks for
+
+# Options that each kind of run uses, by their parameters, besides those that all use.
+_ALL = frozenset(
+    {"protocol", "out", "seeds", "pool", "device", "allow_backbone", "backbone_file", "new_data", "as_json"}
+)
+
+_SUITE = _ALL | {"reduced"}
+_PRESET = _ALL | {"root", "spec", "rounds"}
+
 
 def run_shown(bench: Bench, runner: Runner) -> list[BenchRun]:
     """Every run of the bench, with a bar at a terminal and a line for each federation elsewhere."""
@@ -80,17 +91,6 @@ def _of_others(runner: Runner, jobs: Sequence[Job]) -> str:
     done = [read_run(path).provenance for job in jobs if (path := runner.path(job)).exists()]
     others = sum(known != {} and {name: known.get(name) for name in here} != here for known in done)
     return f", {others} of them by other packages or another commit (results.json says which)" if others else ""
-
-
-EVALUATIONS = 10  # of a federation beside the first: a curve, for a tenth of what evaluating each round may cost
-MISSING = ("there is no folder", ", or is not whole")  # in errors of data that a preset looks for
-
-# Options that each kind of run uses, by their parameters, besides those that all use.
-_ALL = frozenset(
-    {"protocol", "out", "seeds", "pool", "device", "allow_backbone", "backbone_file", "new_data", "as_json"}
-)
-_SUITE = _ALL | {"reduced"}
-_PRESET = _ALL | {"root", "spec", "rounds"}
 
 
 def run_bench(

@@ -69,6 +69,7 @@ BackboneFile = Annotated[
     Path | None,
     typer.Option(help="file of the backbone's weights, or a folder with one, that is read instead of a download"),
 ]
+Written = Annotated[Set[str], Made(written)]  # names of the parameters that the command line gives
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,6 @@ AskedLater = Annotated[Access, Made(Access)]  # for commands that may need no co
 Api = Annotated[Coordinator, Made(_opened)]
 AllowBackbone = Annotated[list[str], Made(_backbone_allowed)]
 ClassNames = Annotated[tuple[str, ...] | None, Made(_class_names)]
-Written = Annotated[Set[str], Made(written)]  # names of the parameters that the command line gives
 
 
 def refuse(unused: Set[str], reason: str, prefix: str = "") -> None:

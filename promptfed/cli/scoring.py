@@ -63,6 +63,17 @@ from promptfed.shared.tensors.torch_tensors import state_hash
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".jp2", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm"})
 BAR = 24  # columns of a whole bar
 NO_NAMES = "nobody has named the classes: give them with --classes a,b or --data URI"
+SHOWN = 30  # rows in a table on the terminal
+Measured = tuple[Estimate | None, list[ClassFigures]]
+SCORE_FILE, CONFUSION_FILE = "score.json", "confusion.csv"
+FIGURES = {
+    "accuracy": "accuracy",
+    "majority": "most frequent class",
+    "auroc": "AUROC, mean of classes",
+    "ece": f"calibration error ({BINS} bins)",
+    "macro_f1": "macro-F1",
+    "worst_class_accuracy": "worst class",
+}
 
 
 def model_of_export(
@@ -247,10 +258,6 @@ def bar(share: float) -> str:
     return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
 
 
-SHOWN = 30  # rows in a table on the terminal
-Measured = tuple[Estimate | None, list[ClassFigures]]
-
-
 class SubgroupFigures(BaseModel):
     """The images that have ``value`` in ``column``. ``accuracy_interval``: where each image has one label."""
 
@@ -344,9 +351,6 @@ def show_presences(figures: PresenceFigures, uri: str, as_json: bool) -> None:
     console.print(table(f"{counted(figures.images, 'image')} of {uri}", ["", "zero-shot", "adapted"], [row]))
     console.print(_class_table("Each class, 95 % intervals", figures.classes))
     show_subgroups(figures.subgroups)
-
-
-SCORE_FILE, CONFUSION_FILE = "score.json", "confusion.csv"
 
 
 def run_score(
@@ -481,16 +485,6 @@ def _show(figures: ScoreFigures, uri: str) -> None:
 def _class_table(title: str, classes: Sequence[ClassFigures]) -> Table:
     rows = [[one.name, str(one.positives), *(interval_text(getattr(one, key)) for key in POOLED)] for one in classes]
     return table(title, ["class", "images", *POOLED.values()], rows)
-
-
-FIGURES = {
-    "accuracy": "accuracy",
-    "majority": "most frequent class",
-    "auroc": "AUROC, mean of classes",
-    "ece": f"calibration error ({BINS} bins)",
-    "macro_f1": "macro-F1",
-    "worst_class_accuracy": "worst class",
-}
 
 
 class ScoreFigures(BaseModel):

@@ -53,6 +53,20 @@ from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import encode, state_hash
 
+MOST_CLASSES = 12  # clients that are named individually
+WHAT = {
+    STATE_FILE: "the global state, as the coordinator holds it",
+    MERGED_FILE: "open_clip's model with the state's changes of weights in it",
+    WEIGHTS_FILE: "what plain open_clip code classifies with",
+    BACKBONE_CONFIG: "the backbone, which open_clip cannot load by name",
+    BACKBONE_WEIGHTS: "its weights",
+}
+UNPROTECTED = (
+    "Trained without differential privacy. Whoever has these prompts can test whether an image was among the training "
+    "images; attacks on prompt vectors alone are published."
+)
+FURTHER = {"majority": "majority", "auroc": "AUROC", "macro_f1": "macro-F1", "ece": "ECE"}
+
 
 def version() -> str:
     """The version of this promptfed."""
@@ -184,16 +198,6 @@ def _halved(value: Tensor) -> Tensor:
     return half if value.is_floating_point() and torch.equal(half.float(), value) else value
 
 
-MOST_CLASSES = 12  # clients that are named individually
-WHAT = {
-    STATE_FILE: "the global state, as the coordinator holds it",
-    MERGED_FILE: "open_clip's model with the state's changes of weights in it",
-    WEIGHTS_FILE: "what plain open_clip code classifies with",
-    BACKBONE_CONFIG: "the backbone, which open_clip cannot load by name",
-    BACKBONE_WEIGHTS: "its weights",
-}
-
-
 def _origin(card: Card) -> dict[str, str]:
     """Where the federation started, and under what licence its result is."""
     facts = {} if card.licence is None else {"licence": markdown_cell(card.licence)}
@@ -262,12 +266,6 @@ def markdown(card: Card, snippet: str | None) -> str:
         f"`{JSON_FILE}` holds the same for programs. Made by promptfed {made}.",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-UNPROTECTED = (
-    "Trained without differential privacy. Whoever has these prompts can test whether an image was among the training "
-    "images; attacks on prompt vectors alone are published."
-)
 
 
 def _privacy(given: PrivacySummary | None) -> str:
@@ -377,9 +375,6 @@ def _classes(card: Card) -> str:
     shown = ", ".join(plain_markdown(name) for name in names[:MOST_CLASSES])
     more = f" and {len(names) - MOST_CLASSES} more" if len(names) > MOST_CLASSES else ""
     return f"{len(names)} (from {card.class_names_from}): {shown}{more}"
-
-
-FURTHER = {"majority": "majority", "auroc": "AUROC", "macro_f1": "macro-F1", "ece": "ECE"}
 
 
 def accuracies(measured: Accuracies | None) -> str:

@@ -34,6 +34,8 @@ from promptfed.shared.tensors import TensorError, Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode, state_hash
 
 TOLERANCE = 1e-5  # tolerance between two machines that compute the same in float32
+FORMER_SUMS = ("class_counts", "calibration", "calibration_sites")
+"""Tensors that promptfed 0.3.0 added to a state beside the method's own: sums over the clients, which nothing reads."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,6 @@ def _equal(given: torch.Tensor, again: torch.Tensor) -> bool:
         return True
     apart = (given.double() - again.double()).abs().max()
     return bool(apart <= TOLERANCE * max(1.0, float(again.double().abs().max())))
-
-
-FORMER_SUMS = ("class_counts", "calibration", "calibration_sites")
-"""Tensors that promptfed 0.3.0 added to a state beside the method's own: sums over the clients, which nothing reads."""
 
 
 def continued(folder: Path, given: Mapping[str, Any], key: str | None = None) -> tuple[dict[str, Any], bytes]:

@@ -29,6 +29,8 @@ from promptfed.shared.spec.spec import AllowedBackbones, check_class_names
 from promptfed.shared.tensors import Tensors
 
 Column = Literal["adapted", "zero_shot"]
+METRICS = ("accuracy", "ece", "macro_f1", "worst_class")
+HEAD = ["client", "role", "domain", "test set", "zero-shot", "adapted"]
 
 
 @dataclass(frozen=True)
@@ -223,10 +225,6 @@ class Result:
     def _title(self) -> str:
         spec = self.spec
         return f"{spec['name']}: {spec['method']['name']} after round {self.round} of {spec['rounds']}"
-
-
-METRICS = ("accuracy", "ece", "macro_f1", "worst_class")
-HEAD = ["client", "role", "domain", "test set", "zero-shot", "adapted"]
 
 
 def _listed(names: Sequence[str] | None) -> tuple[str, ...] | None:

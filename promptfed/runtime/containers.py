@@ -30,6 +30,7 @@ USER = 10001  # user of both images
 COORDINATOR_PORT = 8080
 LOOPBACK = "127.0.0.1"
 STOP_TRIES = 3
+QUERY = ("--query-gpu=uuid", "--format=csv,noheader")
 
 
 @dataclass
@@ -308,9 +309,6 @@ def _free_port() -> int:
     """A free port. If the engine chose the port, it would change with each restart of the container."""
     with bind(LOOPBACK, 0) as listening:
         return int(listening.getsockname()[1])
-
-
-QUERY = ("--query-gpu=uuid", "--format=csv,noheader")
 
 
 def choose_gpus(asked: str, find: Callable[[], list[str]]) -> list[str]:

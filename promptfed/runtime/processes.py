@@ -26,6 +26,14 @@ from promptfed.shared.messages import Role
 
 MAX_RESTARTS = 3
 SIGNALLED = 128  # and above: the code that a shell or a container reports for death by a signal
+CLIENT = ["-m", "promptfed.client_service"]
+START_SECONDS = 300.0  # limit for a process that hangs; a process that ends is noticed at once
+LEAST_ROOM = 64 << 10  # bytes without which no service can go on
+ENROL_SECONDS = 300.0
+ENROL_SECONDS_EACH = 20.0  # a client computes for seconds when it starts, and many start at once
+POLL_SECONDS = 0.1
+OPERATOR_FILE = "operator.token"
+COORDINATOR_FOLDER = "coordinator"
 
 
 class ProcessFailed(RuntimeError):
@@ -68,9 +76,6 @@ def revive(services: Iterable[Service]) -> list[str]:
         service.start_again()
         revived.append(service.name)
     return revived
-
-
-CLIENT = ["-m", "promptfed.client_service"]
 
 
 class Starter:
@@ -263,15 +268,6 @@ def interrupts_wait() -> Iterator[None]:
             signal.signal(number, handlers[number])
         if came:
             signal.raise_signal(came[0])
-
-
-START_SECONDS = 300.0  # limit for a process that hangs; a process that ends is noticed at once
-LEAST_ROOM = 64 << 10  # bytes without which no service can go on
-ENROL_SECONDS = 300.0
-ENROL_SECONDS_EACH = 20.0  # a client computes for seconds when it starts, and many start at once
-POLL_SECONDS = 0.1
-OPERATOR_FILE = "operator.token"
-COORDINATOR_FOLDER = "coordinator"
 
 
 @dataclass(frozen=True)

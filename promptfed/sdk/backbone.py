@@ -20,6 +20,9 @@ from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import AllowedBackbones, BackboneShape, BackboneSpec, FederationSpec, SpecError
 from promptfed.shared.tensors.torch_tensors import encode
 
+BACKBONE_FILE = "PROMPTFED_BACKBONE_FILE"
+"""Variable with the file of weights that commands read instead of a download, unless another is given."""
+
 
 def resolve(raw: Mapping[str, Any] | FederationSpec) -> FederationSpec:
     """Resolve a spec: every default is filled in. A resolved spec stays unchanged.
@@ -53,10 +56,6 @@ def with_backbone(spec: FederationSpec, allow_backbone: AllowedBackbones) -> tup
         CommandError: the backbone cannot be loaded, differs from the spec's, or does not suit the method.
     """
     return described(spec, open_backbone(spec.backbone, allow_backbone=allow_backbone))
-
-
-BACKBONE_FILE = "PROMPTFED_BACKBONE_FILE"
-"""Variable with the file of weights that commands read instead of a download, unless another is given."""
 
 
 def open_backbone(

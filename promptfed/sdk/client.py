@@ -40,6 +40,20 @@ from promptfed.shared.spec.section import PROTOCOL
 
 __all__ = ["CommandError", "Exit", "offences"]
 
+DEFAULT_URL = "http://127.0.0.1:8080"
+URL_VARIABLE = "PROMPTFED_COORDINATOR"
+CA_VARIABLE, PLAIN_VARIABLE = "PROMPTFED_CA_FILE", "PROMPTFED_ALLOW_PLAIN_HTTP"
+PROXY_VARIABLE = "PROMPTFED_PROXY"
+RESTART_SECONDS = 60.0
+TAKEOVER_SECONDS = 20.0
+RETRY_SECONDS = 0.2
+PASSING = (httpx.TransportError, httpx.DecodingError, Damaged)
+UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)
+MOVING = ("store-away", "not-ready")  # 503s that another coordinator may not give
+TOKEN_VARIABLE = "PROMPTFED_OPERATOR_TOKEN"  # noqa: S105 (a variable's name)
+View = TypeVar("View", bound=BaseModel)
+T = TypeVar("T")
+
 
 class CommandError(Exception):
     """Ends the command with exit code ``exit``. It prints ``text`` on stderr: one line, or a list of several errors.
@@ -56,22 +70,6 @@ def offences(errors: Sequence[Mapping[str, str]]) -> str:
     """The errors of a spec as text. Each is ``{"path": ..., "detail": ...}``; several become lines under a heading."""
     told = [f"{error['path']}: {error['detail']}" for error in errors]
     return told[0] if len(told) == 1 else "\n  ".join([f"{len(told)} things are wrong:", *told])
-
-
-DEFAULT_URL = "http://127.0.0.1:8080"
-URL_VARIABLE = "PROMPTFED_COORDINATOR"
-CA_VARIABLE, PLAIN_VARIABLE = "PROMPTFED_CA_FILE", "PROMPTFED_ALLOW_PLAIN_HTTP"
-PROXY_VARIABLE = "PROMPTFED_PROXY"
-RESTART_SECONDS = 60.0
-TAKEOVER_SECONDS = 20.0
-RETRY_SECONDS = 0.2
-PASSING = (httpx.TransportError, httpx.DecodingError, Damaged)
-UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)
-MOVING = ("store-away", "not-ready")  # 503s that another coordinator may not give
-TOKEN_VARIABLE = "PROMPTFED_OPERATOR_TOKEN"  # noqa: S105 (a variable's name)
-
-View = TypeVar("View", bound=BaseModel)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ from promptfed.shared.service.reasons import why
 
 PACE_SECONDS = 3600  # rounds of the last hour estimate the time that is left
 LABELS: dict[Role, str] = {"trainer": "accuracy", "evaluator": "unseen"}
+POLL_SECONDS = 0.3
+EXPERIMENT = "promptfed"
+NOT_IN_MLFLOW = re.compile(r"[^\w\-. /:]")  # characters that MLflow forbids in metric names
+Write = Callable[[FederationView, RoundReport], None]
 
 
 def loss_of(report: RoundReport) -> float | None:
@@ -55,9 +59,6 @@ def describe_round(report: RoundReport) -> str:
     if report.seconds is not None:
         told.append(f"{report.seconds:.1f} s")
     return f"round {report.round}: {', '.join(told) or 'over'}"
-
-
-POLL_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -209,12 +210,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def _cells(zero_shot: float | None, federated: float) -> list[str]:
     gain = "-" if zero_shot is None else f"{100 * (federated - zero_shot):+.1f}"
     return [percent(zero_shot), percent(federated), gain]
-
-
-EXPERIMENT = "promptfed"
-NOT_IN_MLFLOW = re.compile(r"[^\w\-. /:]")  # characters that MLflow forbids in metric names
-
-Write = Callable[[FederationView, RoundReport], None]
 
 
 @contextmanager

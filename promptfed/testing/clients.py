@@ -34,6 +34,8 @@ DEADLINE = 3600.0  # seconds that a phase is open: a machine that stands still f
 ASKED_FOR = {"aggregators": ("aggregator",)}  # by phase; elsewhere all that came down goes up
 CLASSES = ["circle", "square", "star"]
 content_digest = digests.field_of
+Expected = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of each tensor that an update holds."""
 
 
 def spec(**changes: Any) -> dict[str, Any]:
@@ -73,10 +75,6 @@ def enrolment(name: str, **changes: Any) -> dict[str, Any]:
 def bearer(token: str) -> dict[str, str]:
     """The headers of a client or an operator of this release."""
     return {"Authorization": f"Bearer {token}", PROTOCOL: str(VERSION)}
-
-
-Expected = dict[str, tuple[tuple[int, ...], str]]
-"""Shape and dtype of each tensor that an update holds."""
 
 
 def trained(tensors: Tensors, name: str, task: dict[str, Any], expected: Expected | None = None) -> Tensors:

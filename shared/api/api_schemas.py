@@ -27,6 +27,30 @@ from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.sections import SelectionSpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, Name
 
+OperatorRole = Literal["viewer", "operator", "admin"]
+
+LEVELS: dict[OperatorRole, int] = {"viewer": 0, "operator": 1, "admin": 2}
+"""What each role may: a higher one may all that a lower one may."""
+
+FIRST_LINK = "0" * 64
+EXPIRED_AT = "when it was first seen to have expired; it stays expired if the clock is set back"
+
+POLICY_RULES = (
+    *("coordinator", "federation", "method", "backbone", "classes", "rounds", "epochs", "steps", "images", "expired"),
+    *("privacy", "unit", "epsilon", "delta", "secure-aggregation", "minimum", "peers", "share", "metrics"),
+)
+"""What a site's policy refuses, by the last part of its name."""
+
+FAILURES = frozenset(
+    {
+        "privacy-budget-exhausted",
+        "privacy-missing",
+        "private-state-unprotected",
+        *(f"policy-{rule}" for rule in POLICY_RULES),
+    }
+)
+"""Types of failures by which a client's budget or its site's policy refuses a task."""
+
 
 class SweptRate(BaseModel):
     """A learning rate that a sweep has found for a method on one backbone."""
@@ -289,13 +313,6 @@ class Health(BaseModel):
     status: Literal["ok"]
 
 
-OperatorRole = Literal["viewer", "operator", "admin"]
-LEVELS: dict[OperatorRole, int] = {"viewer": 0, "operator": 1, "admin": 2}
-"""What each role may: a higher one may all that a lower one may."""
-FIRST_LINK = "0" * 64
-EXPIRED_AT = "when it was first seen to have expired; it stays expired if the clock is set back"
-
-
 class TokenRequest(Message):
     """Whom an enrolment token shall let in, and how long."""
 
@@ -467,23 +484,6 @@ def check_chain(entries: Iterable[AuditEntry]) -> tuple[int, str]:
             raise BrokenChain(f"entry {number} was changed: its hash is another")
         link = entry.hash
     return number, link
-
-
-POLICY_RULES = (
-    *("coordinator", "federation", "method", "backbone", "classes", "rounds", "epochs", "steps", "images", "expired"),
-    *("privacy", "unit", "epsilon", "delta", "secure-aggregation", "minimum", "peers", "share", "metrics"),
-)
-"""What a site's policy refuses, by the last part of its name."""
-
-FAILURES = frozenset(
-    {
-        "privacy-budget-exhausted",
-        "privacy-missing",
-        "private-state-unprotected",
-        *(f"policy-{rule}" for rule in POLICY_RULES),
-    }
-)
-"""Types of failures by which a client's budget or its site's policy refuses a task."""
 
 
 class SpendView(BaseModel):

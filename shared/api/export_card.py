@@ -40,6 +40,20 @@ SIGNATURE_FILE = "card.json.sig"  # the coordinator's signature of card.json, in
 TEMPLATE = "a photo of a {}."
 SPEC_NAMES, TRAINER_NAMES, GIVEN_NAMES = "the federation's spec", "the federation's trainers", "who exported it"
 MOST_CARD_BYTES = 8 << 20  # what a coordinator reads of a JSON body
+OF_TOWERS = {"checkpoint": None, "transport": "float32", "cache_blocks": False, "private": "none", "hessian": False}
+
+GONE: dict[str, dict[str, Any]] = {
+    "fedapt": {"adaptive": True, "mixture": "soft"},
+    "fedbabu": {"finetune": "all"},
+    "fedclipadapter": {"sides": "image", "beta": 0.2},
+    "fedlora": {"aggregation": "average", "scaling": "root", "matrices": "qkv"},
+    "fedotp": {"transport": "unbalanced", "pooled_weight": 0.0},
+    "fedrep": {"refit_epochs": 0},
+    "pfedmoap": {"selection": "nearest", "similarity": "dot"},
+    "pfedprompt": {"memory": "labels", "kappa": None, "query": "pooled", "train_with_memory": False},
+    "promptfl_amp": {"similarity": "distance"},
+}
+"""Options of promptfed 0.3.0 that are gone, with the values at which a method is today's."""
 
 
 class FederationName(BaseModel):
@@ -145,21 +159,6 @@ def classes_of(federation: FederationView) -> tuple[list[str] | None, str | None
     if federation.spec.class_names is not None:
         return federation.spec.class_names, SPEC_NAMES
     return federation.class_names, TRAINER_NAMES if federation.class_names else None
-
-
-OF_TOWERS = {"checkpoint": None, "transport": "float32", "cache_blocks": False, "private": "none", "hessian": False}
-GONE: dict[str, dict[str, Any]] = {
-    "fedapt": {"adaptive": True, "mixture": "soft"},
-    "fedbabu": {"finetune": "all"},
-    "fedclipadapter": {"sides": "image", "beta": 0.2},
-    "fedlora": {"aggregation": "average", "scaling": "root", "matrices": "qkv"},
-    "fedotp": {"transport": "unbalanced", "pooled_weight": 0.0},
-    "fedrep": {"refit_epochs": 0},
-    "pfedmoap": {"selection": "nearest", "similarity": "dot"},
-    "pfedprompt": {"memory": "labels", "kappa": None, "query": "pooled", "train_with_memory": False},
-    "promptfl_amp": {"similarity": "distance"},
-}
-"""Options of promptfed 0.3.0 that are gone, with the values at which a method is today's."""
 
 
 def _of_today(method: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,18 @@ from promptfed.shared.privacy.accounting import LARGEST_EPSILON, MOST_EPSILON
 from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.spec import FederationSpec
 
+NEAR_CHANCE = 0.05  # share of the range from chance to 100 %, below which the template hardly separates the classes
+MOVED = 0.005  # change of accuracy that counts as none
+LEARNED = 0.02  # share of the first round's loss by which it must fall if anything was learned
+WORSE = 0.02  # accuracy below that of the template
+ROOM = 0.1  # above the template's accuracy, below which a small gain says nothing
+LITTLE = 0.1  # gain over the template, where there is room, that is out of reach of sites that learn little
+REACHED = 0.25  # share of the range from chance to 100 % at which a backbone does know the pictures, once trained
+RISEN = 0.01  # rise of the accuracy in the last quarter of the rounds, or more, that promises a further one
+FEWEST = 3  # images of a site that are wrong now and were right by the template, net, before the site is named
+TUNE = "`promptfed tune RUN.yaml --methods auto` compares methods and rates on held-out training images"
+CALIBRATED = 0.05  # an error of confidence that nobody minds
+
 
 class CountedUpdate(BaseModel):
     """An update that counted."""
@@ -232,18 +244,6 @@ class ReplayReport(BaseModel):
     states: list[ReplayedState]
 
 
-NEAR_CHANCE = 0.05  # share of the range from chance to 100 %, below which the template hardly separates the classes
-MOVED = 0.005  # change of accuracy that counts as none
-LEARNED = 0.02  # share of the first round's loss by which it must fall if anything was learned
-WORSE = 0.02  # accuracy below that of the template
-ROOM = 0.1  # above the template's accuracy, below which a small gain says nothing
-LITTLE = 0.1  # gain over the template, where there is room, that is out of reach of sites that learn little
-REACHED = 0.25  # share of the range from chance to 100 % at which a backbone does know the pictures, once trained
-RISEN = 0.01  # rise of the accuracy in the last quarter of the rounds, or more, that promises a further one
-FEWEST = 3  # images of a site that are wrong now and were right by the template, net, before the site is named
-TUNE = "`promptfed tune RUN.yaml --methods auto` compares methods and rates on held-out training images"
-
-
 @dataclass(frozen=True)
 class Reached:
     """A trainer's accuracy on its own test images after a round, and the template's (fractions).
@@ -381,9 +381,6 @@ def rising(means: Mapping[int, float], noise: float = 0.0) -> list[str]:
     return [
         f"Still rising: {100 * rise:+.1f} points since round {since} of {last}. Try more rounds, as rounds: {2 * last}."
     ]
-
-
-CALIBRATED = 0.05  # an error of confidence that nobody minds
 
 
 def unsure(clients: Mapping[str, ClientEvaluation]) -> list[str]:

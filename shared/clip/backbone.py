@@ -35,6 +35,10 @@ from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors.transfer import sent_to
 
 FILTERS = {"bicubic": int(Image.Resampling.BICUBIC), "bilinear": int(Image.Resampling.BILINEAR)}
+TEXT_CHUNK = 256  # texts per pass without gradients
+PREFIX_TEXTS, DENSE_TEXTS = 512, 1 << 16  # texts per pass with gradients, on each of the paths
+LABEL_SPACES = 64  # label spaces whose tokens are cached
+PROMPTED = 8  # sets of prompts whose features are cached (without gradients)
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,6 @@ class Halves:
             self._there[device] = [torch.tensor(values, device=device).view(-1, 1, 1) for values in given]
         full, mean, std = self._there[device]
         return sent_to(pixels, device).float().div_(full).sub_(mean).div_(std)
-
-
-TEXT_CHUNK = 256  # texts per pass without gradients
-PREFIX_TEXTS, DENSE_TEXTS = 512, 1 << 16  # texts per pass with gradients, on each of the paths
-LABEL_SPACES = 64  # label spaces whose tokens are cached
-PROMPTED = 8  # sets of prompts whose features are cached (without gradients)
 
 
 @dataclass(frozen=True)

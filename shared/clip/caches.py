@@ -47,6 +47,22 @@ PROBE_SEED = 20_240_301
 Encode = Callable[[Tensor], Tensor]
 """What a cache keeps of a batch of images `(batch_size, 3, H, W)` or their pixels: a tensor with a row for each."""
 
+SHARD_SUFFIX = ".safetensors"
+DIGEST_NAME = "[0-9a-f]" * 64  # of our folders and files, as a pattern: others are left alone
+BLOCK = 1024  # rows that are held in one tensor
+FILE_ROWS = 4096  # rows of a file, at most
+FILE_BYTES = 1 << 26  # and its bytes, about
+FILE_SECONDS = 30.0  # after which what is computed is written in any case
+CHUNK = 8  # images that another process reads at a time
+THREAD_CHUNK = 4  # and a thread: each time it ends it waits for the others
+PART = 1 << 14  # rows that are tensors of their own at the same time, each of which takes more than its numbers
+MOST_THREADED = 3  # processors that threads of one process keep busy
+Done = Callable[[int], object]
+Reading = tuple[Future[Any], Callable[[Any], object]]  # of some images, and what is done with the result
+_told: set[str] = set()
+PATCHES = "patches"  # the folder beside that of the pooled features
+OWN_BYTES = 64 << 20
+
 
 class ImageSplit(Protocol):
     """The interface of a data split for the cache."""
@@ -113,23 +129,6 @@ def _compute_identity(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return identity
     return identity | {"name": torch.cuda.get_device_name(device), "tf32": torch.backends.cudnn.allow_tf32}
-
-
-SHARD_SUFFIX = ".safetensors"
-DIGEST_NAME = "[0-9a-f]" * 64  # of our folders and files, as a pattern: others are left alone
-BLOCK = 1024  # rows that are held in one tensor
-FILE_ROWS = 4096  # rows of a file, at most
-FILE_BYTES = 1 << 26  # and its bytes, about
-FILE_SECONDS = 30.0  # after which what is computed is written in any case
-CHUNK = 8  # images that another process reads at a time
-THREAD_CHUNK = 4  # and a thread: each time it ends it waits for the others
-PART = 1 << 14  # rows that are tensors of their own at the same time, each of which takes more than its numbers
-
-MOST_THREADED = 3  # processors that threads of one process keep busy
-
-Done = Callable[[int], object]
-Reading = tuple[Future[Any], Callable[[Any], object]]  # of some images, and what is done with the result
-_told: set[str] = set()
 
 
 def nothing(result: object) -> None:
@@ -514,9 +513,6 @@ def _without(wanted: dict[str, int], known: Container[str]) -> dict[str, int]:
     return {digest: index for digest, index in wanted.items() if digest not in known}
 
 
-PATCHES = "patches"  # the folder beside that of the pooled features
-
-
 class PatchCache(RowCache):
     """Normalised patch features `(M, d_e)` in float16: 200 kB per image with ViT-B/16 (196 × 512 numbers)."""
 
@@ -570,9 +566,6 @@ class FeatureCache(RowCache):
         """The same features without normalisation."""
         rows = self.rows(backbone, split, range(len(split)) if indices is None else indices, done)
         return rows[:, :-1] * rows[:, -1:]
-
-
-OWN_BYTES = 64 << 20
 
 
 def features_in(given: Path | None, usual: Path, uris: Iterable[str], patches: bool = False) -> FeatureCache:

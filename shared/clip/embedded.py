@@ -21,6 +21,8 @@ TABLE, TRUNK = "token_embedding.weight", "visual.trunk."
 KNOWN, ROWS = "tokens", "token_rows"
 """In the file of a backbone that trained the rows of some tokens only: their ids `(n,)` and rows `(n, d_t)`."""
 
+_HERE = Path(__file__).parent
+
 
 @dataclass(frozen=True)
 class Packaged:
@@ -120,7 +122,6 @@ def drawn_rows(table: Tensor, width: int) -> Tensor:
     return torch.cat([table.roll(-step, 0) for step in range(-(-width // table.shape[1]))], dim=1)[:, :width].clone()
 
 
-_HERE = Path(__file__).parent
 tiny = Embedded("promptfed-tiny", _HERE / "tiny")
 emoji = Embedded("promptfed-emoji", _HERE / "emoji", from_tiny=(TABLE,))
 photo = Embedded(

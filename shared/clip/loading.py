@@ -46,6 +46,13 @@ DRAWING = (
 
 _global_generator = threading.Lock()
 
+PREFIX = "timm:"
+CLASSIFIER = ("head.", "head_dist.")
+PRECISIONS = ("fp32", "fp16", "bf16")
+HUB = "hf-hub:"
+FOLDER_CONFIG = "open_clip_config.json"
+PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "size", "mode", "fill_color")  # set by a tag
+
 
 @contextmanager
 def seeded() -> Iterator[None]:
@@ -202,10 +209,6 @@ class VisualBackbone(Backbone):
     _tokenizer = property(_no_text)
 
 
-PREFIX = "timm:"
-CLASSIFIER = ("head.", "head_dist.")
-
-
 def load_timm(
     model: str,
     pretrained: str | None,
@@ -293,12 +296,6 @@ def _expect_plain(name: str, built: Any) -> None:
 
 def _dtype(precision: str) -> torch.dtype:
     return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
-
-
-PRECISIONS = ("fp32", "fp16", "bf16")
-HUB = "hf-hub:"
-FOLDER_CONFIG = "open_clip_config.json"
-PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "size", "mode", "fill_color")  # set by a tag
 
 
 def load_backbone(

@@ -28,6 +28,37 @@ from promptfed.shared.spec.spec import AllowedBackbones, BackboneShape, Backbone
 from promptfed.shared.tensors.lazy import Tensor, torch
 
 REACH_SECONDS = 3.0  # seconds for a first answer of the hub
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "spiece.model",
+    "vocab.txt",
+)  # of transformers, of which one is there
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+WRAPPERS = ("state_dict", "model", "model_ema")  # keys under which training scripts keep the weights
+
+# File names in folders, the safer format first.
+IN_FOLDERS = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
+
+Value = TypeVar("Value")
+PLAIN_VISION = {"image_size", "layers", "width", "patch_size", "head_width", "mlp_ratio"}
+PLAIN_TEXT = {"context_length", "vocab_size", "width", "heads", "layers", "hf_tokenizer_name"}
+
+BLOCK_KINDS = (
+    "ln_1_weight",
+    "ln_1_bias",
+    "in_proj_weight",
+    "in_proj_bias",
+    "out_proj_weight",
+    "out_proj_bias",
+    "ln_2_weight",
+    "ln_2_bias",
+    "c_fc_weight",
+    "c_fc_bias",
+    "c_proj_weight",
+    "c_proj_bias",
+)
+"""The weights of a transformer block, by the names that methods and states give them."""
 
 
 def expect_at_hand(model: str, tag: str) -> None:
@@ -91,14 +122,6 @@ def unreachable(address: str) -> str | None:
     asking.start()
     asking.join(REACH_SECONDS)
     return None if answered and answered[0] else f"cannot be reached ({REACH_SECONDS:.0f} s)"
-
-
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "spiece.model",
-    "vocab.txt",
-)  # of transformers, of which one is there
 
 
 def tokenizer_of(source: str, text_config: Mapping[str, Any], folder: Path | None) -> Any:
@@ -172,10 +195,6 @@ def _expect_at_hand(name: str) -> None:
         raise BackboneError(f"{name} is not on this machine, and {endpoint()} {reason}")
 
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
-WRAPPERS = ("state_dict", "model", "model_ema")  # keys under which training scripts keep the weights
-
-
 def permits(allowed: AllowedBackbones, spec: BackboneSpec) -> bool:
     """Whether the spec's model, if it lies outside open_clip's registry, is permitted by its very name."""
     if isinstance(allowed, str):
@@ -196,10 +215,6 @@ def unknown_weights(model: str, pretrained: str, tags: list[str]) -> BackboneErr
     """The error of a `pretrained` that is none of the model's `tags`."""
     hint = near(pretrained, tags) or "; it has none, use 'random'"
     return BackboneError(f"The model {model} has no weights {pretrained!r}{hint}. A file of them is --backbone-file.")
-
-
-# File names in folders, the safer format first.
-IN_FOLDERS = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
 
 
 def weights_in(path: Path) -> Path:
@@ -287,9 +302,6 @@ def _little_endian_bytes(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-Value = TypeVar("Value")
-
-
 class Recent(Generic[Value]):
     """The `most` recently used values by key; thread-safe."""
 
@@ -318,10 +330,6 @@ def content_key(tensor: Tensor | None) -> Hashable:
         return None
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return tuple(tensor.shape), tensor.dtype, hashlib.sha256(content).digest()
-
-
-PLAIN_VISION = {"image_size", "layers", "width", "patch_size", "head_width", "mlp_ratio"}
-PLAIN_TEXT = {"context_length", "vocab_size", "width", "heads", "layers", "hf_tokenizer_name"}
 
 
 def shape_by_name(model: str) -> BackboneShape | None:
@@ -376,20 +384,3 @@ def _inside(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, int]:
         "heads_v": width // vision.get("head_width", 64),
         "heads_t": text["heads"],
     }
-
-
-BLOCK_KINDS = (
-    "ln_1_weight",
-    "ln_1_bias",
-    "in_proj_weight",
-    "in_proj_bias",
-    "out_proj_weight",
-    "out_proj_bias",
-    "ln_2_weight",
-    "ln_2_bias",
-    "c_fc_weight",
-    "c_fc_bias",
-    "c_proj_weight",
-    "c_proj_bias",
-)
-"""The weights of a transformer block, by the names that methods and states give them."""

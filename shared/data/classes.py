@@ -9,6 +9,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+_TOPICS = json.loads(Path(__file__).with_name("symbols.json").read_text(encoding="utf-8"))
+TOPICS: tuple[str, ...] = tuple(_TOPICS)
+
 
 @dataclass(frozen=True)
 class Symbol:
@@ -19,8 +22,6 @@ class Symbol:
     topic: str
 
 
-_TOPICS = json.loads(Path(__file__).with_name("symbols.json").read_text(encoding="utf-8"))
-TOPICS: tuple[str, ...] = tuple(_TOPICS)
 SYMBOLS: tuple[Symbol, ...] = tuple(
     Symbol(name, ord(character), topic)
     for topic, listed in _TOPICS.items()

@@ -39,6 +39,13 @@ _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # other than comma
 _CELLS = {"": UNKNOWN, "0": 0, "1": 1, "0.0": 0, "1.0": 1}  # what a cell of a class's column may hold
 
 Rows = Sequence[tuple[int, dict[str, str]]]  # the lines of a table with their numbers
+TEMPLATE = "a photo of a {}."
+WORDS_FILE = "domain.txt"  # file in a folder that describes its images in words
+SKIP = "on_unreadable"  # the option that leaves out what cannot be read
+_SPLITS = ("train", "test")
+_OF_FILE_MANAGERS = frozenset({"thumbs.db", "desktop.ini"})  # files that Windows creates beside images
+_LEAVE_OUT = "Leave classes out with only=NAME,NAME or, those of fewer images, with min_per_class=2."
+_SIDE, _COLUMNS, _LETTERS, _LINES, _LINE = 64, 12, 12, 5, 12
 
 
 def read_lines(path: Path, name: str) -> tuple[list[str], Rows]:
@@ -214,14 +221,6 @@ def _names_in(cell: str) -> set[str]:
 
 def _labels(cells: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor(cells, dtype=torch.int8)
-
-
-TEMPLATE = "a photo of a {}."
-WORDS_FILE = "domain.txt"  # file in a folder that describes its images in words
-SKIP = "on_unreadable"  # the option that leaves out what cannot be read
-_SPLITS = ("train", "test")
-_OF_FILE_MANAGERS = frozenset({"thumbs.db", "desktop.ini"})  # files that Windows creates beside images
-_LEAVE_OUT = "Leave classes out with only=NAME,NAME or, those of fewer images, with min_per_class=2."
 
 
 @dataclass(frozen=True)
@@ -590,9 +589,6 @@ def _existing(body: str, options: Options, folder: bool = True) -> Path:
 
 def _subfolders(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-
-
-_SIDE, _COLUMNS, _LETTERS, _LINES, _LINE = 64, 12, 12, 5, 12
 
 
 def contact_sheet(

@@ -23,6 +23,17 @@ KINDS = {"mono": "monocrystalline", "poly": "polycrystalline"}
 GRADES = ("functional", "possibly defective", "probably defective", "defective")
 """What the labels 0, 1/3, 2/3 and 1 say: how probable a defect is."""
 
+STAMPS = Path("/usr/share/tuxpaint/stamps")
+CATEGORIES = {
+    "animals/birds": "bird", "animals/fish": "fish", "animals/insects": "insect", "animals/mammals": "mammal",
+    "clothes": "piece of clothing", "food/fruit": "fruit", "food/vegetables": "vegetable",
+    "hobbies/music": "musical instrument", "household/tools": "tool", "plants/flowers": "flower",
+    "plants/trees": "tree", "town/roadsigns": "road sign", "vehicles": "vehicle",
+}  # fmt: skip
+DRAWN = {"cartoon", "plastic", "symbols", "toys"}  # folders of what is no photograph of the thing
+MIRRORED = "_mirror"  # of the names of files that show another one mirrored
+MOST_WORDS, QUOTES = 4, str.maketrans("", "", "\"'“”")  # of a caption's name, and in it
+
 
 def open_solar(body: str, options: Options) -> Source:
     """Photographs of solar cells by electroluminescence: ``solar?domain=mono&defect=0.5&per_class=100``."""
@@ -65,18 +76,6 @@ def _cells(options: Options) -> list[tuple[Path, int, str]]:
             raise DataError(f"{options.uri}: {table}, {text}: install elpv-dataset again.")
         cells.append((folder / fields[1], round(grade), fields[3]))
     return cells
-
-
-STAMPS = Path("/usr/share/tuxpaint/stamps")
-CATEGORIES = {
-    "animals/birds": "bird", "animals/fish": "fish", "animals/insects": "insect", "animals/mammals": "mammal",
-    "clothes": "piece of clothing", "food/fruit": "fruit", "food/vegetables": "vegetable",
-    "hobbies/music": "musical instrument", "household/tools": "tool", "plants/flowers": "flower",
-    "plants/trees": "tree", "town/roadsigns": "road sign", "vehicles": "vehicle",
-}  # fmt: skip
-DRAWN = {"cartoon", "plastic", "symbols", "toys"}  # folders of what is no photograph of the thing
-MIRRORED = "_mirror"  # of the names of files that show another one mirrored
-MOST_WORDS, QUOTES = 4, str.maketrans("", "", "\"'“”")  # of a caption's name, and in it
 
 
 def open_stamps(body: str, options: Options) -> Source:

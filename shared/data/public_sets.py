@@ -39,6 +39,8 @@ LEFT_OUT = {"Caltech101": ("Faces easy",)}
 LABELS = ("targets", "labels", "_labels", "y")  # attributes of torchvision's classes with the labels as indices
 SAMPLES = ("samples", "_samples", "imgs")  # attributes with pairs of a path and a label
 NUMBERED = {"SVHN": 10, "GTSRB": 43}  # data sets without class names; numbers are used
+OWN_OPTIONS = ("config", "image", "label", "train", "test", "grey")
+TESTS = ("test", "validation")
 
 
 def open_torchvision(body: str, options: Options) -> Source:
@@ -163,10 +165,6 @@ def _distinct(names: list[str]) -> tuple[str, ...]:
         seen[name] = seen.get(name, 0) + 1
         made.append(name if seen[name] == 1 else f"{name} {seen[name]}")
     return tuple(made)
-
-
-OWN_OPTIONS = ("config", "image", "label", "train", "test", "grey")
-TESTS = ("test", "validation")
 
 
 def open_hugging_face(body: str, options: Options) -> Source:

@@ -25,6 +25,8 @@ AHEAD = 4  # requests for each child that are under way or wait to be read
 PIPE_BYTES = 1 << 20  # what a child can write before it is read, where the system allows that much
 _ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
 
+_turn = threading.Lock()
+
 
 @dataclass(frozen=True)
 class Request:
@@ -162,7 +164,6 @@ class Readers:
 
 
 _readers: dict[int, Readers] = {}  # by process, since a fork has no threads
-_turn = threading.Lock()
 
 
 def readers() -> Readers:

@@ -30,6 +30,14 @@ SIZE = 48
 _ATLAS = 96
 _GLYPH = 66
 
+_CHUNK = 256
+PER_CLASS = 16
+TEST_PER_CLASS = 10
+TEMPLATE = "a photo of a {}."
+_DIGEST, _MOST_KEPT = 32, 512  # bytes before the pixels of a file, and files: a batch takes 0.44 MB
+_AT_ONCE = 64  # images drawn in one batch; more take more memory and no less time
+OWN_OPTIONS = ("domain", "topic", "per_class", "test_per_class", "test_seed")
+
 
 def hash_keys(*parts: str | int | np.ndarray) -> np.ndarray:
     """Make a 64-bit key for each image, shape (B,) uint64, from constants and integer arrays of shape (B,)."""
@@ -376,9 +384,6 @@ COMMON = tuple(name for name, info in STYLES.items() if not info.rare)
 RARE = tuple(name for name, info in STYLES.items() if info.rare)
 
 
-_CHUNK = 256
-
-
 def render(glyphs: Tensor, styles: Sequence[str], keys: np.ndarray, pose: float = 1.0) -> Tensor:
     """Images (B, 3, SIZE, SIZE) uint8 of glyph masks (B, ATLAS, ATLAS) in their styles, with random keys (B,).
 
@@ -400,14 +405,6 @@ def _render_style(glyphs: Tensor, style: str, keys: np.ndarray, pose: float) -> 
     mask = place(glyphs, Draws(hash_keys("pose", keys)), info.wobble, pose)
     image = info.draw(mask, Draws(hash_keys("style", style, keys)))
     return (image.clamp(0, 1) * 255).round().to(torch.uint8)
-
-
-PER_CLASS = 16
-TEST_PER_CLASS = 10
-TEMPLATE = "a photo of a {}."
-_DIGEST, _MOST_KEPT = 32, 512  # bytes before the pixels of a file, and files: a batch takes 0.44 MB
-_AT_ONCE = 64  # images drawn in one batch; more take more memory and no less time
-OWN_OPTIONS = ("domain", "topic", "per_class", "test_per_class", "test_seed")
 
 
 def open_symbols(body: str, options: Options) -> Source:

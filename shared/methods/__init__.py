@@ -50,6 +50,17 @@ FAMILIES = {
 }
 """Files with more than one method. Every other file and folder here, but ``core``, is the method of its name."""
 
+log = logging.getLogger("promptfed.methods")
+
+ANY_SHAPE = BackboneShape(
+    d_t=8, d_v=8, d_e=8, text_layers=12, vision_layers=12, context_length=77, patch_size=8, patch_tokens=4,
+    mlp_width=32, positions=5, heads_v=1, heads_t=1,
+)  # fmt: skip
+"""A backbone that all methods can run with."""
+
+TASK, MULTI_LABEL = "task", "multi_label"
+"""The key of a resolved method that is for images with several labels, as the spec's ``task`` says."""
+
 
 def _own_methods() -> dict[str, str]:
     """The modules of the methods, by the methods' names, sorted."""
@@ -57,16 +68,7 @@ def _own_methods() -> dict[str, str]:
     return {name: f"{__name__}.{file}" for name, file in sorted((n, f) for f in files for n in FAMILIES.get(f, (f,)))}
 
 
-log = logging.getLogger("promptfed.methods")
-ANY_SHAPE = BackboneShape(
-    d_t=8, d_v=8, d_e=8, text_layers=12, vision_layers=12, context_length=77, patch_size=8, patch_tokens=4,
-    mlp_width=32, positions=5, heads_v=1, heads_t=1,
-)  # fmt: skip
-"""A backbone that all methods can run with."""
-
 METHODS = MethodRegistry(_own_methods())
-TASK, MULTI_LABEL = "task", "multi_label"
-"""The key of a resolved method that is for images with several labels, as the spec's ``task`` says."""
 
 
 class UnknownMethod(SpecError):

@@ -28,6 +28,24 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.lazy import F, Tensor, no_grad, torch
 
 RESIDUAL = TensorSpec("residual", ("classes", "d_e"))
+Start = Literal["zero_shot", "random"]
+START: Start = pf.option(
+    "zero_shot", "zeros in the second layer, which is zero-shot, or random numbers as in the first"
+)
+BOTTLENECK = TensorSpec("image_w1", ("hidden", "d_e")), TensorSpec("image_w2", ("d_e", "hidden"))
+
+Read = Callable[[pf.Split], "Tensor"]
+"""A split's image features ``(N, d_e)``."""
+
+ADAPTER = (
+    TensorSpec("adapter_w1", ("d_e", "d_e")),
+    TensorSpec("adapter_b1", ("d_e",)),
+    TensorSpec("adapter_w2", ("d_e", "d_e")),
+    TensorSpec("adapter_b2", ("d_e",)),
+)
+PROTOTYPES = TensorSpec("prototypes", ("classes", "d_e"))
+TEXT_CHANGE = TensorSpec("text_weight_change", ("classes",))  # α − 1
+MEANS = "means"  # the phase that starts the prototypes
 
 
 class FedTaskResHyper(pf.Hyperparameters):
@@ -112,12 +130,6 @@ def relative_rate(context: pf.ClientContext, width: int) -> float:
     return context.training.learning_rate / math.sqrt(width)
 
 
-Start = Literal["zero_shot", "random"]
-START: Start = pf.option(
-    "zero_shot", "zeros in the second layer, which is zero-shot, or random numbers as in the first"
-)
-
-
 def started(specs: Sequence[TensorSpec], dims: dict[str, int], draws: Draws, start: Start) -> Tensors:
     """Layers uniform in ±1/√(inputs), drawn in order; zeros in the second half of ``specs`` but for a random start."""
     shapes = {spec.name: spec.resolve(dims) for spec in specs}
@@ -132,9 +144,6 @@ class FedCLIPAdapterHyper(pf.Hyperparameters):
     reduction: int = pf.option(4, "the hidden layer has d_e / reduction units", ge=1, le=1024)
     alpha: float = pf.option(0.2, "α, share of A(I) in an image's feature; 0: zero-shot", ge=0, le=1)
     start: Start = START
-
-
-BOTTLENECK = TensorSpec("image_w1", ("hidden", "d_e")), TensorSpec("image_w2", ("d_e", "hidden"))
 
 
 def blended(weights: Sequence[Tensor], features: Tensor, share: float) -> Tensor:
@@ -214,17 +223,6 @@ class FedCLIPAdapter(pf.Method):
         adapter = {name: tensor.to(backbone.device) for name, tensor in payload.items()}
         text = pf.template_features(backbone, context.template, context.class_names)
         return pf.FeatureClassifier(lambda features: backbone.logit_scale * self.images(adapter, features) @ text.T)
-
-
-Read = Callable[[pf.Split], "Tensor"]
-"""A split's image features ``(N, d_e)``."""
-
-ADAPTER = (
-    TensorSpec("adapter_w1", ("d_e", "d_e")),
-    TensorSpec("adapter_b1", ("d_e",)),
-    TensorSpec("adapter_w2", ("d_e", "d_e")),
-    TensorSpec("adapter_b2", ("d_e",)),
-)
 
 
 class FedCLIPHyper(pf.Hyperparameters):
@@ -318,11 +316,6 @@ class FedCLIP(pf.Method):
 
     def _read(self, split: pf.Split) -> Tensor:
         return split.raw_features() if self.hyper.features == "raw" else split.features()
-
-
-PROTOTYPES = TensorSpec("prototypes", ("classes", "d_e"))
-TEXT_CHANGE = TensorSpec("text_weight_change", ("classes",))  # α − 1
-MEANS = "means"  # the phase that starts the prototypes
 
 
 class FedLPHyper(pf.Hyperparameters):

@@ -20,6 +20,8 @@ from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import CHANGE, Tensors, TensorSpec
 from promptfed.shared.tensors.lazy import F, Tensor, torch
 
+BatchLoss = Callable[["Tensor"], "Tensor"]
+
 
 class FedAvgHyper(HeadHyper):
     """Which weights are trained under which head, and two ways to generalise to domains that nobody has."""
@@ -323,9 +325,6 @@ class SingleSetFull(WeightMethod):
     def check(self, spec: pf.FederationSpec) -> None:
         """Refuses only options that cannot be trained."""
         self.check_options(spec)
-
-
-BatchLoss = Callable[["Tensor"], "Tensor"]
 
 
 class PerFedAvgHyper(HeadHyper):

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 META_NET = (*pf.layer("meta_net.narrow", "hidden", "d_e"), *pf.layer("meta_net.widen", "d_t", "hidden"))
 STATE = (pf.CONTEXT, *META_NET)
+MAPLE_DEPTH = 9  # of twelve blocks
+TEXT = TensorSpec("text_prompts", ("depth", "m", "d_t"))
+WEIGHT = TensorSpec("coupling_weight", ("depth", "d_v", "d_t"))
+BIAS = TensorSpec("coupling_bias", ("depth", "d_v"))
+MAPLE_STATE = (TEXT, WEIGHT, BIAS)
 
 
 class FedCoCoOpHyper(pf.ContextHyper):
@@ -152,13 +157,6 @@ def conditional_logits_each(backbone: Backbone, states: Tensors, features: Tenso
     text = backbone.encode_prompts(states["context"] + shift.unsqueeze(1), prompts)  # (b, C, d_e)
     logits: Tensor = backbone.logit_scale * torch.einsum("bd,bcd->bc", features, text)
     return logits
-
-
-MAPLE_DEPTH = 9  # of twelve blocks
-TEXT = TensorSpec("text_prompts", ("depth", "m", "d_t"))
-WEIGHT = TensorSpec("coupling_weight", ("depth", "d_v", "d_t"))
-BIAS = TensorSpec("coupling_bias", ("depth", "d_v"))
-MAPLE_STATE = (TEXT, WEIGHT, BIAS)
 
 
 class FedMapleHyper(VisualHyper):

@@ -11,6 +11,7 @@ from promptfed.shared.methods.promptfl import PairLoss, PrivateContextMethod
 from promptfed.shared.tensors.lazy import F, Tensor, into_graph, no_grad, torch
 
 TINY = 1e-37  # a row of the kernel that float32 has lost: no mass goes there
+MOST_ENTRIES = 1 << 23  # of a plan that is made at once: images are scored in parts
 
 
 @no_grad
@@ -50,9 +51,6 @@ def transport_plan(
         moving = moving & going
     u[active], v[active] = own_u, own_v
     return (u.unsqueeze(-1) * kernel * v.unsqueeze(-2)).reshape(similarities.shape)
-
-
-MOST_ENTRIES = 1 << 23  # of a plan that is made at once: images are scored in parts
 
 
 class FedOTPHyper(pf.ContextHyper):

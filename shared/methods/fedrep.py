@@ -9,6 +9,9 @@ from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.lazy import F, Tensor, torch
 
+OWN_HEAD, OWN_BIAS = "own_head", "own_bias"  # Q's (C, d_h) and (C,): rows in the order of the shared head's
+ABSENT = -1e9  # in the place of log 0
+
 
 class FedRepHyper(TowerHyper):
     """What is trained of the tower, and how long the head is before it."""
@@ -62,10 +65,6 @@ class FedRep(PrivateHeadMethod):
         return pf.TrainResult(self.sent(moving), fixed.private(), metrics)
 
     metrics = ("loss", "head_loss")
-
-
-OWN_HEAD, OWN_BIAS = "own_head", "own_bias"  # Q's (C, d_h) and (C,): rows in the order of the shared head's
-ABSENT = -1e9  # in the place of log 0
 
 
 class FedRoD(WeightMethod):

@@ -21,6 +21,7 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.lazy import Tensor, no_grad, torch
 
 PROMPTS = TensorSpec("visual_prompts", ("depth_v", "m", "d_v"))
+ROUNDING = 1e-9  # of (1 − ρ)·d, which binary arithmetic may leave under a whole number
 
 
 class VptHyper(VisualHyper):
@@ -179,9 +180,6 @@ class SingleSetVPT(VisualPromptMethod):
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """Classifies with the client's own prompts and head; an evaluator, which trains none, has the start."""
         return self.classify(context, self.current(context, private), private)
-
-
-ROUNDING = 1e-9  # of (1 − ρ)·d, which binary arithmetic may leave under a whole number
 
 
 class FedPRHyper(FedVPTDeepHyper):

@@ -50,6 +50,11 @@ PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
 
 NORM_EPS = 1e-5
 HIDDEN = 100  # pFedHN's
+BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
+
+MEAN, SQUARE, STEPS = "adam_mean.", "adam_square.", "adam_steps"
+"""Adam keeps its moments and counters in the state beside what it moves: ``adam_mean.NAME``, ``adam_square.NAME``,
+``adam_steps`` and, where rows move alone, ``adam_steps.NAME``."""
 
 
 class PFedPGHyper(VisualHyper):
@@ -135,11 +140,6 @@ def _like(reference: Tensor, tensor: Tensor) -> Tensor:
 
 
 # The optimizer
-
-BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
-MEAN, SQUARE, STEPS = "adam_mean.", "adam_square.", "adam_steps"
-"""Adam keeps its moments and counters in the state beside what it moves: ``adam_mean.NAME``, ``adam_square.NAME``,
-``adam_steps`` and, where rows move alone, ``adam_steps.NAME``."""
 
 
 def sgd(state: Tensors, name: str, gradient: Tensor, rate: float, rows: list[int] | None) -> Tensors:

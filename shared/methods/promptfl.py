@@ -22,6 +22,14 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import double, namespace, single
 from promptfed.shared.tensors.lazy import Tensor, torch
 
+LOCAL = "local_context"
+MOST_VECTORS = 64  # rows of the common draw; a private context starts with its first rows
+
+PairLoss = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+"""The loss of one task, of indices ``(B,)``, the shared context ``(m, d_t)`` and the private one ``(m_l, d_t)``."""
+
+MESSAGE = TensorSpec("message", ("m", "d_t"))
+
 
 class PromptFL(pf.SharedContextMethod):
     """Cross-entropy of cosine logits; the context is all that is trained and all that travels.
@@ -47,14 +55,6 @@ class PromptFL(pf.SharedContextMethod):
     def penalty(self, context: pf.ClientContext, start: Tensor) -> pf.Penalty | None:
         """What is added to the loss of a task that starts from ``start (m, d_t)``: nothing in PromptFL."""
         return None
-
-
-LOCAL = "local_context"
-MOST_VECTORS = 64  # rows of the common draw; a private context starts with its first rows
-
-
-PairLoss = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
-"""The loss of one task, of indices ``(B,)``, the shared context ``(m, d_t)`` and the private one ``(m_l, d_t)``."""
 
 
 class PrivateContextMethod(pf.SharedContextMethod):
@@ -370,9 +370,6 @@ class PromptFolio(PrivateContextMethod):
         with torch.no_grad():
             text = self.prompted(context)(torch.stack([shared, local]))
         return pf.TextFeatureClassifier(context.backbone.logit_scale, mixed(text, self.hyper.theta))
-
-
-MESSAGE = TensorSpec("message", ("m", "d_t"))
 
 
 class PromptFLAMPHyper(pf.WordsHyper):

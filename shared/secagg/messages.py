@@ -20,6 +20,11 @@ Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Place = Annotated[int, Field(ge=0, lt=1024)]
 Places = Annotated[list[Place], Field(max_length=1024)]
+LEAST_CLIENTS = 3
+LEAST_EFFECTIVE = 2.5
+
+MOST_OWN_SHARE = 0.5
+"""What members insist on of a sum's weights where no policy says otherwise."""
 
 
 def _from_text(value: object) -> object:
@@ -133,12 +138,6 @@ class UnmaskAnswer(SecureMessage):
 def alive_digest(hashes: list[bytes]) -> str:
     """SHA-256 (hex) over the entries of the counted clients, in order."""
     return hashlib.sha256(canonical_json([digest.hex() for digest in sorted(hashes)]).encode()).hexdigest()
-
-
-LEAST_CLIENTS = 3
-LEAST_EFFECTIVE = 2.5
-MOST_OWN_SHARE = 0.5
-"""What members insist on of a sum's weights where no policy says otherwise."""
 
 
 def effective_clients(weights: Iterable[float]) -> float:

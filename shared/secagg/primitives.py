@@ -23,6 +23,25 @@ from promptfed.shared.tensors import Array, Arrays
 Signing = Literal["identity", "keys", "confirm"]
 Derived = Literal["self", "mask", "share"]
 KEY_BYTES = 32
+_FIELD = 2**255 - 19
+_OF_ORDER_8 = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
+_SMALL_ORDER = {0, 1, _FIELD - 1, _OF_ORDER_8, _FIELD - _OF_ORDER_8}  # y of the points whose order divides 8
+PRIME = 2**256 + 297
+SHARE_BYTES = 33
+HASH_BYTES = 32
+COMMITMENT_BYTES = 2 * HASH_BYTES
+
+Pair = tuple[bytes, bytes]
+"""A share of somebody's own mask's seed, and one of its private mask key."""
+
+Words = NDArray[np.uint64]
+SCALE = 2.0**32
+LARGEST_CHANGE = 16.0
+LARGEST_SUM = 1 << 62
+MOST_CLIENTS = 1024
+MASKED_ENTRIES = 64  # shortest vector for which a missing mask can be detected
+SMALL_WORD = 1 << 60
+Whole = NDArray[np.int64]
 
 
 def new_identity() -> bytes:
@@ -85,11 +104,6 @@ def expect_exchange_key(public: bytes) -> None:
     agree(new_pair(), public)  # of small order with one key, of small order with each
 
 
-_FIELD = 2**255 - 19
-_OF_ORDER_8 = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
-_SMALL_ORDER = {0, 1, _FIELD - 1, _OF_ORDER_8, _FIELD - _OF_ORDER_8}  # y of the points whose order divides 8
-
-
 def is_identity(public: bytes) -> bool:
     """Whether an Ed25519 key is one with which signatures tell somebody apart: not of small order."""
     y = int.from_bytes(public, "little") & (1 << 255) - 1
@@ -100,10 +114,6 @@ def derive(secret: bytes, purpose: Derived, salt: bytes, first: bytes = b"", sec
     """32 bytes by HKDF-SHA256: a separate key for each purpose, roster (``salt``) and pair of public keys."""
     info = b"promptfed/" + purpose.encode() + b"/1\0" + first + second
     return HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=salt, info=info).derive(secret)
-
-
-PRIME = 2**256 + 297
-SHARE_BYTES = 33
 
 
 def split(secret: bytes, threshold: int, places: Sequence[int]) -> dict[int, bytes]:
@@ -155,13 +165,6 @@ def share_value(share: bytes) -> int:
     return value
 
 
-HASH_BYTES = 32
-COMMITMENT_BYTES = 2 * HASH_BYTES
-
-Pair = tuple[bytes, bytes]
-"""A share of somebody's own mask's seed, and one of its private mask key."""
-
-
 def seed_digest(roster_sha256: bytes, seed: bytes) -> str:
     """The commitment to a seed itself, in hex."""
     return hashlib.sha256(b"promptfed/seed/1\0" + roster_sha256 + seed).hexdigest()
@@ -188,9 +191,6 @@ def expect_share(roster_sha256: bytes, owner: int, holder: int, kind: int, share
 def _share_digest(roster_sha256: bytes, owner: int, holder: int, kind: int, share: bytes) -> bytes:
     where = b"".join(number.to_bytes(4, "big") for number in (owner, holder, kind))
     return hashlib.sha256(b"promptfed/share/1\0" + roster_sha256 + where + share).digest()
-
-
-Words = NDArray[np.uint64]
 
 
 def words(key: bytes, count: int) -> Words:
@@ -222,16 +222,6 @@ def masked(vector: Words, seed: bytes, mask_key: bytes, peers: Iterable[bytes], 
     for peer in peers:
         total += pair_mask(mask_key, peer, roster_sha256, len(vector))
     return total
-
-
-SCALE = 2.0**32
-LARGEST_CHANGE = 16.0
-LARGEST_SUM = 1 << 62
-MOST_CLIENTS = 1024
-MASKED_ENTRIES = 64  # shortest vector for which a missing mask can be detected
-SMALL_WORD = 1 << 60
-
-Whole = NDArray[np.int64]
 
 
 def flat_change(update: Mapping[str, Array], payload: Mapping[str, Array]) -> NDArray[np.float64]:

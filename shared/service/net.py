@@ -17,6 +17,22 @@ from urllib.request import getproxies
 from promptfed.shared import machine
 from promptfed.shared.service.reasons import why
 
+CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
+PROBE_SECONDS = 3.0
+PROXY_LOGIN = 407
+
+# X.509 verification results of OpenSSL
+NOT_YET_VALID, EXPIRED, OTHER_HOST, OTHER_ADDRESS = 9, 10, 62, 64
+
+NO_PROXY = "none"
+"""The value of a proxy setting that ignores the proxies of the environment."""
+
+QUIET_SECONDS = 3.0  # without a byte, after which a caller asks ``/readyz`` whether the coordinator is there
+GONE_SECONDS = 5.0  # without a byte and without an answer to that: the caller moves on to the next address
+ENOUGH_FILES = 65_536  # where the system names no limit
+KEPT_FILES = 400  # for the database's connections, blobs, uploads and the process itself
+HOW_TO_RAISE = "raise it: ulimit -n, LimitNOFILE= of the systemd unit, or ulimits of the container"
+
 
 def is_loopback(host: str) -> bool:
     """Whether nothing outside this machine can reach ``host``."""
@@ -72,13 +88,6 @@ def check_addresses(text: str) -> str:
         if parts.username is not None or parts.query or parts.fragment:
             raise ValueError("must hold scheme, host, port and path only: credentials go into files")
     return ",".join(addresses_of(text))
-
-
-CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
-PROBE_SECONDS = 3.0
-PROXY_LOGIN = 407
-# X.509 verification results of OpenSSL
-NOT_YET_VALID, EXPIRED, OTHER_HOST, OTHER_ADDRESS = 9, 10, 62, 64
 
 
 def certificates_in(text: str) -> list[str]:
@@ -174,10 +183,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or cause.__context__
 
 
-NO_PROXY = "none"
-"""The value of a proxy setting that ignores the proxies of the environment."""
-
-
 def trust(ca_file: Path | None) -> ssl.SSLContext:
     """Trusts the certificates in ``ca_file`` alone, or without one the authorities that this machine's system trusts.
 
@@ -235,10 +240,6 @@ def _host(address: str) -> str:
     return urlsplit(address).hostname or ""
 
 
-QUIET_SECONDS = 3.0  # without a byte, after which a caller asks ``/readyz`` whether the coordinator is there
-GONE_SECONDS = 5.0  # without a byte and without an answer to that: the caller moves on to the next address
-
-
 class Addresses:
     """Which coordinator to ask next, of several that wait for each other: one of those ``given``, by commas."""
 
@@ -262,11 +263,6 @@ class Addresses:
         following = [*self.all[at + 1 :], *self.all[: at + 1]]
         now = time.monotonic()
         self.current = next((one for one in following if self._silent.get(one, 0.0) <= now), following[0])
-
-
-ENOUGH_FILES = 65_536  # where the system names no limit
-KEPT_FILES = 400  # for the database's connections, blobs, uploads and the process itself
-HOW_TO_RAISE = "raise it: ulimit -n, LimitNOFILE= of the systemd unit, or ulimits of the container"
 
 
 def raise_open_files() -> None:

@@ -15,6 +15,8 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import Exit
 
+ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
 
 class SettingsHelp(argparse.RawDescriptionHelpFormatter):
     """Leaves out pydantic's remark on a default if there is none, or if the description names it."""
@@ -41,9 +43,6 @@ def given_settings(settings: type[BaseSettings], program: str, arguments: list[s
     except SettingsError as error:  # of a list that does not end, for one
         print(f"{program}: {error}", file=sys.stderr)
         sys.exit(Exit.USAGE)
-
-
-ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
 class JsonLines(logging.Formatter):

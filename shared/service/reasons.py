@@ -54,6 +54,8 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _SHOULD = re.compile(r"^[A-Z]\w* should ")
 _PREFIX, _SUFFIX = re.compile(r"^\[[^\]]*\] "), re.compile(r" \(_ssl\.c:\d+\)$")
 
+GARBAGE = 10_000  # new objects until the next collection
+
 
 def why(error: BaseException) -> str:
     """The reason of an error as the end of a sentence: of one of the system, also wrapped, of YAML, or the text."""
@@ -166,9 +168,6 @@ class Exit(IntEnum):
     POLICY = 14  # the site's policy forbids it, or cannot be read
     LEDGER = 15  # the privacy budget is spent, or its ledger is damaged or an old copy
     INTERRUPTED = 130  # Ctrl-C
-
-
-GARBAGE = 10_000  # new objects until the next collection
 
 
 def collect_seldom() -> None:

@@ -11,6 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared import __version__
 
+RELEASE = __version__
+SYSTEM = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+VERSION = 4
+PROTOCOL = "Promptfed-Protocol"
+
 
 class Section(BaseModel):
     """Base of all spec sections: unknown keys and non-finite numbers are refused, values are not coerced."""
@@ -26,12 +31,6 @@ def left_out(at: object = None, **given: Any) -> Any:
 def ceil_fraction(fraction: float, count: int) -> int:
     """⌈fraction·count⌉ with the fraction as it was written: 0.7 of 10 is 7, not the 8 of binary arithmetic."""
     return int((Decimal(repr(fraction)) * count).to_integral_value(ROUND_CEILING))
-
-
-RELEASE = __version__
-SYSTEM = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
-VERSION = 4
-PROTOCOL = "Promptfed-Protocol"
 
 
 class OtherVersion(Exception):

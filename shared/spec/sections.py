@@ -22,6 +22,25 @@ from promptfed.shared.spec.section import Section, ceil_fraction, left_out
 FINAL = "final-test"
 """The phase in which the chosen round's state is tested, once, after the last round."""
 
+Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"]
+TOLERANT: tuple[Rule, ...] = ("trimmed_mean", "krum", "multi_krum")  # rules that have to be told how much may be bad
+TOLERATE = 0.2
+CAPPED_FROM = 5  # clients: of fewer, one may well have most of the images
+_ADAPTIVE = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3}
+SERVER_DEFAULTS: dict[str, dict[str, float]] = {
+    "none": {},
+    "momentum": {"learning_rate": 1.0, "momentum": 0.9},
+    "adagrad": {"learning_rate": 0.01, "beta1": 0.0, "tau": 1e-3},
+    "adam": _ADAPTIVE,
+    "yogi": _ADAPTIVE,
+}
+Key = TypeVar("Key", str, int)
+
+WHOLE_WEIGHT = 1 << 16
+"""The weight of the heaviest client; every client's is a whole number of 65,536ths of it, at least 1."""
+
+Evaluations = Literal["withheld", "noisy", "plain"]
+
 
 class SelectionSpec(Section):
     """Which round is exported. The clients' mean counts; of equal rounds the first is chosen."""
@@ -68,21 +87,6 @@ class ParticipationSpec(Section):
     def is_secret(self) -> bool:
         """Whether who takes part in which round is told to operators alone."""
         return self.sampling == "poisson"
-
-
-Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"]
-TOLERANT: tuple[Rule, ...] = ("trimmed_mean", "krum", "multi_krum")  # rules that have to be told how much may be bad
-TOLERATE = 0.2
-CAPPED_FROM = 5  # clients: of fewer, one may well have most of the images
-
-_ADAPTIVE = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3}
-SERVER_DEFAULTS: dict[str, dict[str, float]] = {
-    "none": {},
-    "momentum": {"learning_rate": 1.0, "momentum": 0.9},
-    "adagrad": {"learning_rate": 0.01, "beta1": 0.0, "tau": 1e-3},
-    "adam": _ADAPTIVE,
-    "yogi": _ADAPTIVE,
-}
 
 
 class ServerOptimizerSpec(Section):
@@ -208,9 +212,6 @@ def sample_size(fraction: float, eligible: int, secure: SecureAggregationSpec | 
     return max(1 if secure is None else secure.minimum, ceil_fraction(fraction, eligible))
 
 
-Key = TypeVar("Key", str, int)
-
-
 class Weighting(BaseModel):
     """The rule for the weights of a secure sum: every client computes all weights itself (`whole_weights`).
 
@@ -265,10 +266,6 @@ def capped(weights: dict[Key, float], cap: float) -> dict[Key, float]:
         full |= over
 
 
-WHOLE_WEIGHT = 1 << 16
-"""The weight of the heaviest client; every client's is a whole number of 65,536ths of it, at least 1."""
-
-
 def whole_weights(samples: Mapping[Key, int], rules: AggregationSpec | Weighting) -> dict[Key, int]:
     """Each client's weight as a whole number of 1…65,536, in the ratio of its `shares`; equal ones are all 65,536."""
     given = shares(samples, rules)
@@ -283,9 +280,6 @@ class CompressionSpec(Section):
         Literal["none", "bf16", "int8"],
         left_out("none", description="bf16; int8: with a scale for each 1024 entries; both are rounded at random"),
     ] = "none"
-
-
-Evaluations = Literal["withheld", "noisy", "plain"]
 
 
 class PrivacySpec(BaseModel):

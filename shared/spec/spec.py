@@ -27,6 +27,34 @@ from promptfed.shared.spec.sections import (
     SelectionSpec,
 )
 
+RELEASE = "0.4.0"
+_METHODS = "dpfpl fedclap fedgda fedmgp fedmvp fedpha fedplot fedprograd fedprolip fedtipf pfedmma tip_adapter"
+
+_KEYS = """
+aggregation.flame_noise aggregation.flame_of calibration class_descriptions compression.down held_out keep_rounds kind
+loss method.pair participation.candidates participation.choice participation.cool_down participation.over_select
+participation.preferred_seconds participation.require privacy.adaptive_clip privacy.colluding privacy.noise schedule
+secure_aggregation.attempts secure_aggregation.colluding_share secure_aggregation.dropping_share
+secure_aggregation.neighbours training.budget training.compile trial tuning
+"""
+
+METHODS = frozenset(_METHODS.split())
+
+KEYS = frozenset(_KEYS.split())
+"""Dotted paths of sections and fields of the spec; of a section that went as a whole its own path."""
+
+VIEWS = 8
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Visible = AfterValidator(expect_visible)
+ClassName = Annotated[str, Field(min_length=1, max_length=200), Visible]
+StateHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+Licence = Annotated[str, Field(min_length=1, max_length=200, description="such as CC-BY-4.0"), Visible]
+Width = Annotated[int, Field(ge=1, le=1 << 15)]
+Depth = Annotated[int, Field(ge=1, le=256)]
+
+AllowedBackbones = bool | Sequence[str]
+"""Names of models outside open_clip's registry that may be loaded; True: any."""
+
 
 def meant(model: type[BaseModel], path: Sequence[str], whole: type[BaseModel] | None = None) -> str | None:
     """The key that was probably meant by the unknown one at ``path`` of ``model``; None where none is near.
@@ -73,21 +101,6 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _paths(section, f"{prefix}{name}.")
 
 
-RELEASE = "0.4.0"
-
-_METHODS = "dpfpl fedclap fedgda fedmgp fedmvp fedpha fedplot fedprograd fedprolip fedtipf pfedmma tip_adapter"
-_KEYS = """
-aggregation.flame_noise aggregation.flame_of calibration class_descriptions compression.down held_out keep_rounds kind
-loss method.pair participation.candidates participation.choice participation.cool_down participation.over_select
-participation.preferred_seconds participation.require privacy.adaptive_clip privacy.colluding privacy.noise schedule
-secure_aggregation.attempts secure_aggregation.colluding_share secure_aggregation.dropping_share
-secure_aggregation.neighbours training.budget training.compile trial tuning
-"""
-METHODS = frozenset(_METHODS.split())
-KEYS = frozenset(_KEYS.split())
-"""Dotted paths of sections and fields of the spec; of a section that went as a whole its own path."""
-
-
 def removed_key(path: str) -> str:
     """What a refusal of the unknown key at the dotted ``path`` adds; empty for one that there never was."""
     parts = path.split(".")
@@ -98,13 +111,6 @@ def removed_key(path: str) -> str:
 def removed_method(name: str) -> str:
     """What a refusal of an unknown method says of it; empty for one that there never was."""
     return f"it was removed in {RELEASE}; " if name in METHODS else ""
-
-
-VIEWS = 8
-
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-Visible = AfterValidator(expect_visible)
-ClassName = Annotated[str, Field(min_length=1, max_length=200), Visible]
 
 
 def check_class_names(names: list[str]) -> list[str]:
@@ -126,12 +132,8 @@ def _with_one_slot(text: str) -> str:
 
 
 ClassNames = Annotated[list[ClassName], AfterValidator(check_class_names)]
-StateHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Template = Annotated[str, Field(max_length=500), Visible, AfterValidator(_with_one_slot)]
 """A text with ``{}`` where the class name goes."""
-Licence = Annotated[str, Field(min_length=1, max_length=200, description="such as CC-BY-4.0"), Visible]
-Width = Annotated[int, Field(ge=1, le=1 << 15)]
-Depth = Annotated[int, Field(ge=1, le=256)]
 
 
 class SpecError(ValueError):
@@ -202,10 +204,6 @@ class BackboneShape(Section):
         sizes = other.model_dump()
         known = {key: size for key, size in self.model_dump().items() if size not in (None, sizes[key])}
         return ", ".join(f"{key} {sizes[key]} instead of {size}" for key, size in known.items())
-
-
-AllowedBackbones = bool | Sequence[str]
-"""Names of models outside open_clip's registry that may be loaded; True: any."""
 
 
 class BackboneSpec(Section):

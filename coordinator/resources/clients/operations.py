@@ -36,6 +36,8 @@ from promptfed.shared.spec.spec import BackboneShape
 # Of all different class names of a federation in UTF-8; those of ImageNet-21k have 0.4 MB. They are kept in memory and
 # sent to every client, and a text tower encodes each.
 CLASS_NAME_BYTES = 1 << 20
+REFUSED = "enrolment-refused"  # the event
+MOST_REFUSED = 500  # events of a federation: names are the newcomers' choice
 
 
 def enrolment_info(federation: Federation) -> EnrolmentInfo:
@@ -467,10 +469,6 @@ class _Refused:
         """Count it."""
         change.batch.refuse(self.federation, self.client, self.about)
         return True
-
-
-REFUSED = "enrolment-refused"  # the event
-MOST_REFUSED = 500  # events of a federation: names are the newcomers' choice
 
 
 def record_refused_enrolment(

@@ -46,6 +46,8 @@ from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.privacy.accounting import Drowned
 
 log = logging.getLogger("promptfed.coordinator")
+Reported = tuple[Any, SpentPrivacy]
+"""An answer's row, and what it cost."""
 
 
 def federation_view(session: Session, federation: Federation) -> schemas.FederationView:
@@ -160,10 +162,6 @@ def _reported(session: Session, federation: Federation, reading: Reading, *where
         spent = reading.row(f"the cost of {row.client} in round {row.round}", partial(spent_privacy, row.spent))
         if spent is not None:
             yield row, spent
-
-
-Reported = tuple[Any, SpentPrivacy]
-"""An answer's row, and what it cost."""
 
 
 def _of_updates(session: Session, federation: Federation, client: Client, reading: Reading) -> Iterator[SpendView]:

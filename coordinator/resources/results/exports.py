@@ -40,6 +40,9 @@ from promptfed.shared.methods import METHODS
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Arrays, decode_place, encode, method_part, state_hash
 
+SHOWN = 200  # letters of a value that a refusal names
+Differences = dict[str, str]  # explanations by place in the card
+
 
 @dataclass(frozen=True)
 class Known:
@@ -86,10 +89,6 @@ def _described(tensors: Arrays) -> CardFile:
         name: TensorShape(shape=list(tensor.shape), dtype=tensor.dtype.name) for name, tensor in sorted(tensors.items())
     }
     return CardFile(bytes=len(body), sha256=hashlib.sha256(body).hexdigest(), tensors=shapes)
-
-
-SHOWN = 200  # letters of a value that a refusal names
-Differences = dict[str, str]  # explanations by place in the card
 
 
 def check_card(registry: Registry, federation: Federation, round: int, body: bytes) -> None:

@@ -42,6 +42,12 @@ from promptfed.shared.plain_text import csv_cell
 from promptfed.shared.spec.sections import FINAL
 
 AT_ONCE = 200  # rows that are fetched together, which takes a millisecond or two in which no other thread runs
+LAST_ROUND = 1 << 31  # beyond every round, and no more than databases take
+MOST_TASKS = 1000  # of the rounds of one page: their reports take less than a tenth of a second
+FIELDS = ("round", "phase", "client", "split", "name", "value")
+
+Number = tuple[int, str, str | None, str | None, str, float]
+"""One number: its `FIELDS`; the client is None for what concerns the whole phase."""
 
 
 def attempts(federation: Federation, stages: Sequence[Any]) -> list[list[Any]]:
@@ -54,10 +60,6 @@ def attempts(federation: Federation, stages: Sequence[Any]) -> list[list[Any]]:
                 by_attempt.append([])
             by_attempt[-1].append(stage)
     return by_attempt
-
-
-LAST_ROUND = 1 << 31  # beyond every round, and no more than databases take
-MOST_TASKS = 1000  # of the rounds of one page: their reports take less than a tenth of a second
 
 
 def state_of(session: Session, federation: Federation, round: int | None) -> StateRow:
@@ -438,12 +440,6 @@ def _mean_accuracy(clients: list[report_schemas.ClientEvaluation]) -> dict[str, 
         }
         means[split] = {name: fmean(values) for name, values in measured.items() if values}
     return means
-
-
-FIELDS = ("round", "phase", "client", "split", "name", "value")
-
-Number = tuple[int, str, str | None, str | None, str, float]
-"""One number: its `FIELDS`; the client is None for what concerns the whole phase."""
 
 
 def as_csv(database: Database, federation: Federation, rounds: Sequence[int]) -> Iterator[bytes]:

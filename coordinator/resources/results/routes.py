@@ -57,6 +57,9 @@ RoundQuery = Annotated[str, Query(pattern=r"^(latest|\d{1,7})$", description="a 
 CSV_TYPE = "text/csv; charset=utf-8"
 WHOLE_CSV = 1 << 20  # bytes up to which the numbers go as a whole, and so with their digest
 CARD_BODY = deps.body("application/json", {"type": "object"}, "`card.json`, byte for byte as the export holds it")
+BATCH = 500
+LOOK_AGAIN_SECONDS = 60.0
+AWAY_SECONDS = 1.0
 
 
 def _json(report: BaseModel) -> Response:
@@ -193,11 +196,6 @@ def get_spends(registry: RegistryOf, caller: Calling) -> SpendList:
     """The privacy cost that this client has reported. A ledger that lacks any of it is an old copy."""
     with registry.database.read() as session:
         return views.spends_of(session, caller.federation, caller.client)
-
-
-BATCH = 500
-LOOK_AGAIN_SECONDS = 60.0
-AWAY_SECONDS = 1.0
 
 
 @router.get("/events", response_class=EventSourceResponse, responses=deps.for_callers())

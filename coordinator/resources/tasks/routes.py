@@ -58,6 +58,16 @@ ACCEPTED_BEFORE: dict[int | str, dict[str, Any]] = {
     200: {"model": UpdateReceipt, "description": "these very bytes were accepted before"}
 }
 HELD_SECONDS = 15.0  # that an answer waits for a task at most: many proxies end a silent connection after 20
+Sent = Annotated[str | None, Header(alias="content-digest", description="`sha-256=:<base64>:` (RFC 9530)")]
+Next = Annotated[
+    float,
+    Query(
+        ge=0,
+        le=60,
+        description="seconds, at most 15, that the receipt of a new answer waits for the client's next task, which it "
+        "contains",
+    ),
+]
 
 
 class Poll(BaseModel):
@@ -69,18 +79,6 @@ class Poll(BaseModel):
     ] = None
     progress: Annotated[float | None, Field(ge=0, le=1, description="the part of its steps that is done")] = None
     inline: Annotated[bool, Field(description="a payload of at most 64 KB comes within the task")] = False
-
-
-Sent = Annotated[str | None, Header(alias="content-digest", description="`sha-256=:<base64>:` (RFC 9530)")]
-Next = Annotated[
-    float,
-    Query(
-        ge=0,
-        le=60,
-        description="seconds, at most 15, that the receipt of a new answer waits for the client's next task, which it "
-        "contains",
-    ),
-]
 
 
 @router.get(

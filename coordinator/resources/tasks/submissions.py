@@ -82,6 +82,14 @@ from promptfed.shared.tensors.compression import added, decompressed
 log = logging.getLogger("promptfed.coordinator")
 MOST_NAMED = 10  # of what is dropped, in a line of the log
 TOLERANCE = 0.01  # by which another version's accountant may come to less
+_one_large = threading.Lock()
+"""Of large updates one at a time is expanded: some kilobytes may stand for hundreds of megabytes."""
+
+# Norms of prompts are far smaller. Squares of such numbers may overflow float32, and one update end the federation.
+LARGEST_NORM = 1e9
+
+QUICK_HEADER_BYTES = 4096  # of a small update; a longer header may name thousands of tensors
+MOST_BYTES = 4 << 20  # of an answer without a vector
 
 
 def kept_numbers(
@@ -146,10 +154,6 @@ def spent_by(
     return {"event": event.as_json(), **about.model_dump()}
 
 
-_one_large = threading.Lock()
-"""Of large updates one at a time is expanded: some kilobytes may stand for hundreds of megabytes."""
-
-
 def expanded(blobs: Blobs, federation: Federation, client: Client, task: OpenTask, upload: Upload) -> Upload:
     """The update that a compressed change makes of its task's payload; as it is without compression.
 
@@ -179,11 +183,6 @@ def expanded(blobs: Blobs, federation: Federation, client: Client, task: OpenTas
             draft.unlink(missing_ok=True)
     size = upload.path.stat().st_size
     return replace(upload, content=None, size=size, sha256=digest_of_file(upload.path) or "")
-
-
-# Norms of prompts are far smaller. Squares of such numbers may overflow float32, and one update end the federation.
-LARGEST_NORM = 1e9
-QUICK_HEADER_BYTES = 4096  # of a small update; a longer header may name thousands of tensors
 
 
 @dataclass(frozen=True)
@@ -508,9 +507,6 @@ def note_served(registry: Registry, task_id: str, size: int) -> None:
     """Count bytes of a task's payload as served."""
     registry.last_seen.served(task_id, size)
     registry.metrics.bytes_down.inc(size)
-
-
-MOST_BYTES = 4 << 20  # of an answer without a vector
 
 
 class NotSecure(problems.Refusal, status=409, title="This federation has no secure sums"):

@@ -19,6 +19,13 @@ from promptfed.shared.plain_text import counted
 from promptfed.shared.service.reasons import why
 
 CLIENT_COLUMNS = ["client", "role", "images", "classes", "last seen", "refusals", "standing"]
+Uses = Annotated[int, typer.Option(min=1, help="how many clients can enrol with it")]
+Hours = Annotated[float | None, typer.Option(help="how long it is good; default: the coordinator's setting")]
+Name = Annotated[str | None, typer.Option(help="name in the list of tokens; default: its id")]
+Role = Annotated[str | None, typer.Option(help="for trainers or evaluators alone: trainer, evaluator")]
+TOKEN_COLUMNS = ["token", "for", "used", "good until", "clients"]
+operators = app.group("operator", "Name those who may operate a coordinator, each with a role.", "Operate federations")
+audit_log = app.group("audit-log", "Read and verify the log of what was done at a coordinator.", "Operate federations")
 
 
 @group.add("clients")
@@ -84,13 +91,6 @@ def _client_row(view: ClientView) -> list[str]:
         str(view.refusals),
         standing or waiting or "takes part",
     ]
-
-
-Uses = Annotated[int, typer.Option(min=1, help="how many clients can enrol with it")]
-Hours = Annotated[float | None, typer.Option(help="how long it is good; default: the coordinator's setting")]
-Name = Annotated[str | None, typer.Option(help="name in the list of tokens; default: its id")]
-Role = Annotated[str | None, typer.Option(help="for trainers or evaluators alone: trainer, evaluator")]
-TOKEN_COLUMNS = ["token", "for", "used", "good until", "clients"]
 
 
 @group.add()
@@ -173,10 +173,6 @@ def _token_row(view: TokenView) -> list[str]:
         good_until(view),
         ", ".join(view.clients[:5]) + (f" and {len(view.clients) - 5} more" if len(view.clients) > 5 else ""),
     ]
-
-
-operators = app.group("operator", "Name those who may operate a coordinator, each with a role.", "Operate federations")
-audit_log = app.group("audit-log", "Read and verify the log of what was done at a coordinator.", "Operate federations")
 
 
 @operators.add()

@@ -38,6 +38,8 @@ from promptfed.shared.plain_text import counted, shortened
 if TYPE_CHECKING:
     from promptfed.experiments.bench.tuning import Chosen, Gain
 
+MOST_ROWS = 12  # candidates that the table shows
+
 
 @app.add(section="Try and simulate")
 def bench(
@@ -57,9 +59,6 @@ def bench(
     from promptfed.cli.bench import run_bench
 
     run_bench(protocol, options, allow_backbone, written, as_json)
-
-
-MOST_ROWS = 12  # candidates that the table shows
 
 
 @app.add(section="Try and simulate")

@@ -33,6 +33,9 @@ from promptfed.shared.methods import with_default_backbone
 from promptfed.shared.plain_text import counted, plain
 
 group = app.group("federation", "Create, watch and steer federations at a coordinator.", "Operate federations")
+SPENT = ["client", "releases", "ε here", "replace-one", "its ledger", "ε planned", "δ", "noise multiplier", "noise"]
+COLUMNS = ["round", "loss", "accuracy", "unseen", "seconds", "up", "down"]
+MOST_SHOWN = 5
 
 
 @group.add()
@@ -268,10 +271,6 @@ def _show_result(api: Coordinator, federation: str) -> None:
         say(f"sent up {size(result.bytes_up)}, down {size(result.bytes_down)}")
 
 
-SPENT = ["client", "releases", "ε here", "replace-one", "its ledger", "ε planned", "δ", "noise multiplier", "noise"]
-COLUMNS = ["round", "loss", "accuracy", "unseen", "seconds", "up", "down"]
-
-
 @group.add()
 def metrics(
     federation: Federation,
@@ -365,9 +364,6 @@ def signing_key(api: Api, as_json: Json = False) -> None:
     """Print the coordinator's public key: `promptfed verify FOLDER --key` checks exports with it."""
     answer = api.send(operations.get_signing_key())
     tell(as_json, answer.json, answer.view.public_key)
-
-
-MOST_SHOWN = 5
 
 
 @group.add()

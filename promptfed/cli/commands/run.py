@@ -60,6 +60,9 @@ from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, SpecErr
 MOST_ROWS = 12  # clients that a table shows one by one
 RESULT_FILE, PROMPTS_FILE = "result.json", "prompts.safetensors"
 RUN_FOLDER = "run"  # of a run that was interrupted, which the same command goes on with
+KEYS = ("method", "runtime", "rounds", "seconds", "state_hash", "zero_shot", "federated", "bytes_up", "bytes_down")
+LOGS = "look at the logs with --keep FOLDER"
+PATIENTS, IMAGES_EACH = 30, 6
 
 
 @dataclass(frozen=True)
@@ -272,10 +275,6 @@ def _cells(group: RoleSummary) -> list[str]:
     who = "trainers" if group.role == "trainer" else "evaluators"
     adapted = [percent(group.zero_shot), percent(group.mean), sd, percent(group.worst), gain]
     return [who, str(group.clients), group.split, *adapted]
-
-
-KEYS = ("method", "runtime", "rounds", "seconds", "state_hash", "zero_shot", "federated", "bytes_up", "bytes_down")
-LOGS = "look at the logs with --keep FOLDER"
 
 
 @app.add(section="Try and simulate")
@@ -516,9 +515,6 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
         raise CommandError(str(error), Exit.BAD_INPUT) from None
     except SpecError as error:
         raise CommandError(str(error), Exit.REFUSED) from None
-
-
-PATIENTS, IMAGES_EACH = 30, 6
 
 
 def _draw_scans(sites: tuple[str, ...], folder: Path) -> None:

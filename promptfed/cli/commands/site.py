@@ -35,6 +35,27 @@ from promptfed.shared.spec.spec import BackboneSpec
 if TYPE_CHECKING:
     from promptfed.shared.api.api_schemas import SpendList
 
+ledger_group = app.group("ledger", "Read the privacy budget of this owner's data.", "Take part with own data")
+ANSWER_SECONDS = 30.0
+EXPLAINED = (
+    "ε bounds how much more likely one record of the training images made any result: by at most e^ε, except with "
+    "probability δ. This ε compares the record with one that contributes nothing; compared with another record "
+    "instead (replace-one), it is {:.4g}. What several federations have spent adds up to less than the sum of their ε."
+)
+privacy_group = app.group("privacy", "Plan what differentially private training costs.", "Take part with own data")
+policy_group = app.group("policy", "Write and check a site's policy.", "Take part with own data")
+site_log_group = app.group("site-log", "Read and verify a client's own log.", "Take part with own data")
+StateDir = Annotated[Path, typer.Argument(help="the client's --state-dir")]
+COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
+
+CHECKED = {
+    *("coordinator", "federation", "enrolment_token_file", "data", "domain", "role", "device", "state_dir"),
+    *("allow_backbone", "backbone_file", "policy", "ca_file", "proxy", "allow_plain_http"),
+}
+"""Settings of `promptfed client` that can be checked."""
+
+UNCHECKED = ClientSettings.model_fields.keys() - CHECKED
+
 
 @app.add(section="Operate federations")
 def coordinator(given: Annotated[dict[str, Any], Made(options_of(CoordinatorSettings))]) -> None:
@@ -75,16 +96,6 @@ def _text_of(invitation: str) -> str:
     with suppress(OSError, UnicodeDecodeError):  # no file: too long for a name, for one
         return Path(invitation).read_text()
     return invitation
-
-
-ledger_group = app.group("ledger", "Read the privacy budget of this owner's data.", "Take part with own data")
-
-ANSWER_SECONDS = 30.0
-EXPLAINED = (
-    "ε bounds how much more likely one record of the training images made any result: by at most e^ε, except with "
-    "probability δ. This ε compares the record with one that contributes nothing; compared with another record "
-    "instead (replace-one), it is {:.4g}. What several federations have spent adds up to less than the sum of their ε."
-)
 
 
 def open_ledger(
@@ -222,9 +233,6 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
         raise CommandError(str(error), Exit.PROTOCOL) from None
 
 
-privacy_group = app.group("privacy", "Plan what differentially private training costs.", "Take part with own data")
-
-
 @privacy_group.add()
 def plan(
     spec: Annotated[Path, typer.Argument(help="the federation's spec or a run file, as YAML or JSON")],
@@ -325,9 +333,6 @@ def _planned(spec: Any, loops: int, units: int, ledger: Any) -> dict[str, float]
     }
 
 
-policy_group = app.group("policy", "Write and check a site's policy.", "Take part with own data")
-
-
 @policy_group.add()
 def example() -> None:
     """Print a policy with comments, to begin with."""
@@ -351,11 +356,6 @@ def check(policy: Annotated[Path, typer.Argument(help="a policy file")], as_json
     say(f"{policy} is understood (sha256 {digest}).")
     for section, values in rules.model_dump(mode="json", exclude_none=True).items():
         say(f"  {section}: {values}")
-
-
-site_log_group = app.group("site-log", "Read and verify a client's own log.", "Take part with own data")
-
-StateDir = Annotated[Path, typer.Argument(help="the client's --state-dir")]
 
 
 def _expect_log(folder: Path) -> None:
@@ -395,17 +395,6 @@ def verify_log(
         raise CommandError(f"the site log was changed: {changed}", Exit.REFUSED) from None
     text = f"{counted(last.n, 'line')}, each as it was written; head {last.chain}"
     tell(as_json, {"lines": last.n, "head": last.chain}, text)
-
-
-COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
-
-
-CHECKED = {
-    *("coordinator", "federation", "enrolment_token_file", "data", "domain", "role", "device", "state_dir"),
-    *("allow_backbone", "backbone_file", "policy", "ca_file", "proxy", "allow_plain_http"),
-}
-"""Settings of `promptfed client` that can be checked."""
-UNCHECKED = ClientSettings.model_fields.keys() - CHECKED
 
 
 @app.add(section="Take part with own data")

@@ -11,6 +11,8 @@ from promptfed.shared.data import open_source
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.tensors import TensorSpec
 
+SITES = {"north": "symbols:painting?topic=weather", "south": "symbols:neon?topic=weather"}
+
 
 class ClassBias(pf.Method):
     name = "class_bias"
@@ -49,8 +51,6 @@ def class_texts(context):
 def logits(context, features, text):
     return context.backbone.logit_scale * features @ text.T
 
-
-SITES = {"north": "symbols:painting?topic=weather", "south": "symbols:neon?topic=weather"}
 
 if __name__ == "__main__":
     names = list(open_source(SITES["north"]).class_names)

@@ -19,6 +19,11 @@ from promptfed.shared.data.partition import clients_of
 from promptfed.shared.data.registry import BY_ROLE, REDRAWN, class_names_of
 
 UNSEEN_DOMAIN = "{target}"  # in data: the domain that is left out, for sources that are tested on its images
+_SHOWN = 5  # classes of one data set that an error lists
+DOMAIN = "{domain}"
+TARGET = "target"
+Pick = Callable[[Accuracy], float | None]
+_TRAINING = frozenset({"shots", "validation"})
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,6 @@ def with_options(uri: str, options: Mapping[str, Any]) -> str:
     return f"{address}?{'&'.join(parts)}" if parts else address
 
 
-_SHOWN = 5  # classes of one data set that an error lists
-
-
 @cache
 def names_of(uri: str, role: Role = "trainer") -> tuple[str, ...]:
     """The class names of the data at ``uri``, remembered until `forget_names`.
@@ -123,12 +125,6 @@ def label_space(first: str, uris: Mapping[str, str]) -> list[str]:
         text = f"{'; '.join(problems)}: name those to keep in the data URI, only=NAME,NAME"
         raise CommandError(text, Exit.BAD_INPUT)
     return list(own)
-
-
-DOMAIN = "{domain}"
-TARGET = "target"
-Pick = Callable[[Accuracy], float | None]
-_TRAINING = frozenset({"shots", "validation"})
 
 
 @dataclass(frozen=True)

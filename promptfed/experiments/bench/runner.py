@@ -41,6 +41,10 @@ from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, SpecErr
 
 JsonObject = dict[str, JsonValue]
 VARIANT = "@"  # between the name of a test set and that of a further classifier
+PACKAGES = ("promptfed", "torch", "open_clip_torch", "timm", "numpy", "pillow", "fastapi")
+FORMAT = 3  # of a run's file: another number makes it be run again
+BENCH_FILE = "bench.json"
+GROWS = ("targets",)  # fields of a setting that may grow later, as methods and seeds may
 
 
 class BenchRun(BaseModel):
@@ -94,9 +98,6 @@ def write_json(path: Path, value: BaseModel) -> None:
         raise CommandError(f"cannot write {path}: {why(error)}", Exit.BAD_INPUT) from None
 
 
-PACKAGES = ("promptfed", "torch", "open_clip_torch", "timm", "numpy", "pillow", "fastapi")
-
-
 class ResultProvenance(BaseModel):
     """Versions of packages, and the machine without its owner's name or folders."""
 
@@ -125,9 +126,6 @@ def data_hash(sources: dict[str, Source]) -> str:
             for row, label in enumerate(split.labels.tolist()):
                 digest.update(f"{label}|{split.digest(row)}\n".encode())
     return "sha256:" + digest.hexdigest()
-
-
-FORMAT = 3  # of a run's file: another number makes it be run again
 
 
 @dataclass(frozen=True)
@@ -384,10 +382,6 @@ def costs(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "seconds": fmean(per_client(metric("train_seconds"))),
         "trained": median(per_client(metric("trained_parameters"))),
     }
-
-
-BENCH_FILE = "bench.json"
-GROWS = ("targets",)  # fields of a setting that may grow later, as methods and seeds may
 
 
 def identity(bench: Bench) -> JsonObject:

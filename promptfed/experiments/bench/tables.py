@@ -21,6 +21,8 @@ ZERO_SHOT = "zero-shot"
 PAPER = " (paper)"  # behind the label of a row that a paper prints
 BELOW = "▼"
 COSTS = ("trained", "up", "down", "seconds")
+FIGURES = ("accuracy", "majority", "auroc", "ece", "macro_f1", "worst_class", "sd_clients", "worst_client")
+BySeed = Mapping[int, Sequence[Outcomes]]
 
 
 @dataclass(frozen=True)
@@ -178,12 +180,6 @@ def cell(row: TableRow, column: str, zero_shot: TableRow | None) -> str:
     text = f"{100 * value:.1f}" + (f" ± {100 * sd:.1f}" if sd is not None else "")
     compared = zero_shot is not row and not column.startswith("sd") and not row.label.endswith(PAPER)
     return f"{text} {BELOW}" if compared and zero_shot is not None and value < zero_shot.mean(column) else text
-
-
-FIGURES = ("accuracy", "majority", "auroc", "ece", "macro_f1", "worst_class", "sd_clients", "worst_client")
-
-
-BySeed = Mapping[int, Sequence[Outcomes]]
 
 
 class Measures(BaseModel):

@@ -35,6 +35,28 @@ OF_A_METHOD = ("optimizer", "learning_rate", "momentum", "weight_decay", "schedu
 
 Floats = NDArray[np.float64]
 Answers = Mapping[tuple[str, str], Floats]  # whether each image was classified rightly, by client and list of images
+CANDIDATES_FACTOR = 3  # candidates of a rung for each that goes on
+ROUNDS_FACTOR = 2  # rounds of a rung for each round of the one before
+DECADES = 4
+Key = TypeVar("Key")
+
+AUTO = (
+    "fedtaskres",
+    "fedclipadapter",
+    "fedlp",
+    "fedclip",
+    "fedpgp",
+    "promptfl",
+    "promptfolio",
+    "pfedprompt",
+    "fedlora",
+)
+"""Those that gain most in the sweep of defaults for their time; but for the last, images pass the tower once."""
+
+LAST = 4  # candidates of the last rung
+MOST_RATE = 1000.0  # that a spec may hold
+DRAWS = 10_000  # of the bootstrap
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -195,12 +217,6 @@ def has_diverged(error: CommandError) -> bool:
     return ended and any(sign in str(error) for sign in ("norm-too-large", "not finite", "NaN or infinity"))
 
 
-CANDIDATES_FACTOR = 3  # candidates of a rung for each that goes on
-ROUNDS_FACTOR = 2  # rounds of a rung for each round of the one before
-DECADES = 4
-Key = TypeVar("Key")
-
-
 @dataclass(frozen=True)
 class Rung:
     """``candidates`` train for ``rounds`` rounds from the start."""
@@ -264,24 +280,7 @@ def _short(rate: float) -> float:
     return float(f"{rate:.2g}")
 
 
-AUTO = (
-    "fedtaskres",
-    "fedclipadapter",
-    "fedlp",
-    "fedclip",
-    "fedpgp",
-    "promptfl",
-    "promptfolio",
-    "pfedprompt",
-    "fedlora",
-)
-"""Those that gain most in the sweep of defaults for their time; but for the last, images pass the tower once."""
-LAST = 4  # candidates of the last rung
-MOST_RATE = 1000.0  # that a spec may hold
-DRAWS = 10_000  # of the bootstrap
-
 Done = dict[Candidate, list[Trial]]
-Progress = Callable[[str], None]
 
 
 class Runs(Protocol):

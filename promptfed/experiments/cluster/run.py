@@ -49,6 +49,12 @@ from promptfed.shared.metrics import Outcomes
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
 DAYS = 365
+MAX_RESTARTS = 100  # of one crew
+START_SECONDS = 300.0  # until all crews must have started
+END_SECONDS = 120.0  # until all crews must have ended after their federation
+POLL_SECONDS = 0.2
+CREW = "a crew ended for good"
+PACKAGES = ("promptfed", "torch")  # whose versions must be the same everywhere: bits depend on them
 
 
 def make_certificate(address: str, folder: Path) -> tuple[Path, Path]:
@@ -76,14 +82,6 @@ def make_certificate(address: str, folder: Path) -> tuple[Path, Path]:
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     write_whole(key_file, private, mode=0o600, synced=False)
     return certificate_file, key_file
-
-
-MAX_RESTARTS = 100  # of one crew
-START_SECONDS = 300.0  # until all crews must have started
-END_SECONDS = 120.0  # until all crews must have ended after their federation
-POLL_SECONDS = 0.2
-CREW = "a crew ended for good"
-PACKAGES = ("promptfed", "torch")  # whose versions must be the same everywhere: bits depend on them
 
 
 @dataclass(frozen=True)

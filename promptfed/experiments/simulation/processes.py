@@ -51,6 +51,7 @@ MOST_PROCESSES = 8  # more wait for the coordinator, unless training takes long
 SENT = ("name", "role", "state", "agreement", "privacy", "rules")  # fields of TaskWork
 
 Sent = Mapping[str, Any]
+STEP = 8 * 32  # images that a process takes at a time: whole batches of the cache
 
 
 @dataclass
@@ -288,9 +289,6 @@ def computing_processes(
         yield processes
     finally:
         processes.close()
-
-
-STEP = 8 * 32  # images that a process takes at a time: whole batches of the cache
 
 
 class _Stopped(Exception):

@@ -22,6 +22,9 @@ from promptfed.shared.tensors.transfer import sent_to
 
 # A placeholder for context tokens in the ids. Its embedding is always overwritten, so any ordinary word is suitable.
 PLACEHOLDER_WORD = "x"
+QUERIES, KEYS_VALUES, ALL = slice(0, 1), slice(1, 3), slice(0, 3)  # parts of a block's input projection
+Path = Literal["auto", "dense", "prefix", "short", "plain"]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,9 +178,6 @@ def prompts_of(
     )
 
 
-QUERIES, KEYS_VALUES, ALL = slice(0, 1), slice(1, 3), slice(0, 3)  # parts of a block's input projection
-
-
 @dataclass(frozen=True)
 class LowRank:
     """Changes of rank r to one block's attention: W + scale·B·A for query, key and value.
@@ -273,10 +273,6 @@ def _heads(rows: Tensor, heads: int) -> Tensor:
     """`(B, R, d)` -> `(B, heads, R, d / heads)`."""
     batch, count, width = rows.shape
     return rows.reshape(batch, count, heads, width // heads).transpose(1, 2)
-
-
-Path = Literal["auto", "dense", "prefix", "short", "plain"]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,38 @@ from promptfed.shared.seeds import derive_seed
 SIZE = 64
 """Side of a picture in pixels."""
 
+COMMON = ("flat", "three", "noto", "notov1")
+"""Of which the backbone read many pictures in pre-training."""
+
+RARE = ("contrast", "notomono")
+"""Of which it read few, and none at all of a third of the things."""
+
+UNREAD_FAMILIES = ("mozilla",)
+"""Designers of whom it read nothing."""
+
+INDEX = "index.json"
+FOLDER = Path(__file__).parent / "embedded"
+FILE = Path(__file__).parent / "splits.json"
+
+POOLS: dict[str, tuple[str, ...]] = {"first": ("microsoft", "google"), "second": ("twitter", "joypixels")}
+"""Designers whose drawings of a thing were withheld together."""
+
+PURPOSES = ("test", "validation")
+OWN_OPTIONS = ("level", "test", "purpose", "drawn_by")
+LEVELS = ("kinds", "names")
+TEMPLATE = "a photo of a {}."
+_TRAIN_LEAST, _TEST_LEAST = 4, 2  # least things of a kind, for training and for tests in either pool
+DEFAULT_STYLE = "flat"
+_LONGEST_NAME = 64  # joins names of a domain; a client's domain may not contain +
+Cell = tuple[str, int]  # one picture: a style and the index of a thing
+SCENE_OPTIONS = ("count", "test_count", "seed", "purpose")
+COUNT, TEST_COUNT = 1000, 500
+MOST_SCENES = 20_000  # of 12 kB each
+MOST = 5  # things in a scene
+_SIDES = (22, 38)  # least and largest side of a thing in a scene of SIZE x SIZE pixels
+_NOISE = 20.0  # standard deviation of a pixel's noise, of 255
+Drawings = list[list[tuple[str, int]]]  # for each kind its drawings: a style and the index of a thing
+
 
 @dataclass(frozen=True)
 class Style:
@@ -49,18 +81,6 @@ STYLES: dict[str, Style] = {
         Style("fxemoji", "mozilla", "a muted flat drawing of a {}"),
     )
 }
-COMMON = ("flat", "three", "noto", "notov1")
-"""Of which the backbone read many pictures in pre-training."""
-
-RARE = ("contrast", "notomono")
-"""Of which it read few, and none at all of a third of the things."""
-
-UNREAD_FAMILIES = ("mozilla",)
-"""Designers of whom it read nothing."""
-
-
-INDEX = "index.json"
-FOLDER = Path(__file__).parent / "embedded"
 
 
 @dataclass(frozen=True)
@@ -122,12 +142,6 @@ def _pictures(content: bytes) -> list[bytes]:
     return files
 
 
-FILE = Path(__file__).parent / "splits.json"
-POOLS: dict[str, tuple[str, ...]] = {"first": ("microsoft", "google"), "second": ("twitter", "joypixels")}
-"""Designers whose drawings of a thing were withheld together."""
-PURPOSES = ("test", "validation")
-
-
 @dataclass(frozen=True)
 class Splits:
     """Names of things by purpose and pool."""
@@ -172,16 +186,6 @@ def splits() -> Splits:
     told = json.loads(FILE.read_text(encoding="utf-8"))
     names = {p: {pool: frozenset(told[p][pool]["names"]) for pool in POOLS} for p in PURPOSES}
     return Splits(names, frozenset(told["near_copies"]["names"]))
-
-
-OWN_OPTIONS = ("level", "test", "purpose", "drawn_by")
-LEVELS = ("kinds", "names")
-TEMPLATE = "a photo of a {}."
-_TRAIN_LEAST, _TEST_LEAST = 4, 2  # least things of a kind, for training and for tests in either pool
-DEFAULT_STYLE = "flat"
-_LONGEST_NAME = 64  # joins names of a domain; a client's domain may not contain +
-
-Cell = tuple[str, int]  # one picture: a style and the index of a thing
 
 
 def open_emoji(body: str, options: Options) -> Source:
@@ -304,16 +308,6 @@ def domain_of(styles: list[str]) -> ImageDomain:
     if len(styles) == 1:
         return ImageDomain(styles[0], STYLES[styles[0]].wording)
     return ImageDomain("-".join(styles)[:_LONGEST_NAME], "an icon of a {}")
-
-
-SCENE_OPTIONS = ("count", "test_count", "seed", "purpose")
-COUNT, TEST_COUNT = 1000, 500
-MOST_SCENES = 20_000  # of 12 kB each
-MOST = 5  # things in a scene
-_SIDES = (22, 38)  # least and largest side of a thing in a scene of SIZE x SIZE pixels
-_NOISE = 20.0  # standard deviation of a pixel's noise, of 255
-
-Drawings = list[list[tuple[str, int]]]  # for each kind its drawings: a style and the index of a thing
 
 
 def open_scenes(body: str, options: Options) -> Source:

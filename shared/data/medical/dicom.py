@@ -26,6 +26,35 @@ from promptfed.shared.files import open_file
 
 MOST_BYTES = 1 << 29  # of one image, uncompressed
 MOST_FRAMES = 100_000
+_IDS = {
+    "patient": "PatientID",
+    "study": "StudyInstanceUID",
+    "series": "SeriesInstanceUID",
+    "sop": "SOPInstanceUID",
+    "accession": "AccessionNumber",
+}
+_PLACE = ("InstanceNumber", "ImagePositionPatient", "ImageOrientationPatient", "NumberOfFrames", "Rows")
+_SHOWN = (
+    *("Rows", "Columns", "NumberOfFrames", "SamplesPerPixel", "BitsAllocated", "BitsStored", "PixelRepresentation"),
+    *("PhotometricInterpretation", "PlanarConfiguration", "PixelPaddingValue", "PresentationLUTShape"),
+    *("ModalityLUTSequence", "RescaleSlope", "RescaleIntercept"),
+    *("VOILUTSequence", "WindowCenter", "WindowWidth", "VOILUTFunction"),
+    *("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"),
+    *(f"{color}PaletteColorLookupTable{part}" for color in ("Red", "Green", "Blue") for part in ("Descriptor", "Data")),
+    *(f"Segmented{color}PaletteColorLookupTableData" for color in ("Red", "Green", "Blue")),
+)
+_OF_FRAMES = {  # in functional groups: the sequence, and what of it counts for a frame
+    "PixelValueTransformationSequence": ("RescaleSlope", "RescaleIntercept"),
+    "FrameVOILUTSequence": ("WindowCenter", "WindowWidth", "VOILUTFunction"),
+}
+_FUNCTIONS = ("LINEAR", "LINEAR_EXACT", "SIGMOID")
+PACKAGES = {  # decoders that are not part of promptfed[medical], with their modules, by the transfer syntax
+    "1.2.840.10008.1.2.4.57": ("python-gdcm", "gdcm"),
+    "1.2.840.10008.1.2.4.70": ("python-gdcm", "gdcm"),
+    "1.2.840.10008.1.2.4.80": ("pyjpegls", "jpeg_ls"),
+    "1.2.840.10008.1.2.4.81": ("pyjpegls", "jpeg_ls"),
+}
+_JPEG = ("1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.51", "1.2.840.10008.1.2.4.57", "1.2.840.10008.1.2.4.70")
 
 
 def in_eight_bits(shown: np.ndarray) -> np.ndarray:
@@ -59,37 +88,6 @@ def stretched(values: np.ndarray, counted: np.ndarray) -> np.ndarray:
         (np.nan_to_num(values, nan=least).astype(float) - least) / ((most - least) or 1.0), 0, 1
     )
     return shown
-
-
-_IDS = {
-    "patient": "PatientID",
-    "study": "StudyInstanceUID",
-    "series": "SeriesInstanceUID",
-    "sop": "SOPInstanceUID",
-    "accession": "AccessionNumber",
-}
-_PLACE = ("InstanceNumber", "ImagePositionPatient", "ImageOrientationPatient", "NumberOfFrames", "Rows")
-_SHOWN = (
-    *("Rows", "Columns", "NumberOfFrames", "SamplesPerPixel", "BitsAllocated", "BitsStored", "PixelRepresentation"),
-    *("PhotometricInterpretation", "PlanarConfiguration", "PixelPaddingValue", "PresentationLUTShape"),
-    *("ModalityLUTSequence", "RescaleSlope", "RescaleIntercept"),
-    *("VOILUTSequence", "WindowCenter", "WindowWidth", "VOILUTFunction"),
-    *("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"),
-    *(f"{color}PaletteColorLookupTable{part}" for color in ("Red", "Green", "Blue") for part in ("Descriptor", "Data")),
-    *(f"Segmented{color}PaletteColorLookupTableData" for color in ("Red", "Green", "Blue")),
-)
-_OF_FRAMES = {  # in functional groups: the sequence, and what of it counts for a frame
-    "PixelValueTransformationSequence": ("RescaleSlope", "RescaleIntercept"),
-    "FrameVOILUTSequence": ("WindowCenter", "WindowWidth", "VOILUTFunction"),
-}
-_FUNCTIONS = ("LINEAR", "LINEAR_EXACT", "SIGMOID")
-PACKAGES = {  # decoders that are not part of promptfed[medical], with their modules, by the transfer syntax
-    "1.2.840.10008.1.2.4.57": ("python-gdcm", "gdcm"),
-    "1.2.840.10008.1.2.4.70": ("python-gdcm", "gdcm"),
-    "1.2.840.10008.1.2.4.80": ("pyjpegls", "jpeg_ls"),
-    "1.2.840.10008.1.2.4.81": ("pyjpegls", "jpeg_ls"),
-}
-_JPEG = ("1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.51", "1.2.840.10008.1.2.4.57", "1.2.840.10008.1.2.4.70")
 
 
 def is_named(name: str) -> bool:

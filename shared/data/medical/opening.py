@@ -48,6 +48,26 @@ from promptfed.shared.service.reasons import named, why
 KEY_FILE = "key"
 _KEY_BYTES = 32
 
+IDS = ("patient", "study", "series", "sop", "accession")
+_STALE = 2  # times as many lines as count, at which the index is written anew
+
+COLUMNS = {
+    "SOPInstanceUID": "sop",
+    "SeriesInstanceUID": "series",
+    "StudyInstanceUID": "study",
+    "AccessionNumber": "accession",
+    "PatientID": "patient",
+}
+"""Columns by which a line finds its files, the finest first, and the facts that they are compared with."""
+
+PATH = "path"
+_KEYS = (*COLUMNS, PATH)
+_SPLITS = ("train", "test")
+_TABLE = "the table of labels"
+OPTIONS = ("labels", "columns", "group", "groups", "index", SKIP)
+TABLE = "labels.csv"
+DIGEST = 32  # bytes of an image's digest
+
 
 def home(given: str | None) -> Path:
     """The folder of indexes: ``given`` by ``index=``, or one in the user's cache."""
@@ -90,10 +110,6 @@ def _key(path: Path) -> bytes:
     if len(key) != _KEY_BYTES:
         raise OSError("its file key is damaged: remove the folder")
     return key
-
-
-IDS = ("patient", "study", "series", "sop", "accession")
-_STALE = 2  # times as many lines as count, at which the index is written anew
 
 
 class Facts(NamedTuple):
@@ -287,20 +303,6 @@ def _quiet(new: Iterable[object]) -> bool | None:
     return None if new else True
 
 
-COLUMNS = {
-    "SOPInstanceUID": "sop",
-    "SeriesInstanceUID": "series",
-    "StudyInstanceUID": "study",
-    "AccessionNumber": "accession",
-    "PatientID": "patient",
-}
-"""Columns by which a line finds its files, the finest first, and the facts that they are compared with."""
-PATH = "path"
-_KEYS = (*COLUMNS, PATH)
-_SPLITS = ("train", "test")
-_TABLE = "the table of labels"
-
-
 @dataclass(frozen=True)
 class Table:
     """Lines of a table: ``values`` of the column ``key``, ``labels`` (N,) or (N, C), and their splits and groups.
@@ -400,10 +402,6 @@ def refuse(options: Options, problems: Sequence[tuple[str, str]], advice: str = 
     local = [whole for _, whole in problems]
     raise DataError(f"{options.uri}: {text}{more}{' ' + advice if advice else ''}", local)
 
-
-OPTIONS = ("labels", "columns", "group", "groups", "index", SKIP)
-TABLE = "labels.csv"
-DIGEST = 32  # bytes of an image's digest
 
 Found = Sequence[tuple[Listed, Facts]]
 

@@ -21,6 +21,20 @@ from promptfed.shared.spec.spec import FederationSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import DTYPES, TensorSpec
 
+OF_TRAINING = ("privacy", "secure_aggregation", "selection")
+"""Sections of a spec that say something of training alone."""
+
+ROUNDING = 1e-9  # tolerance for a share times a number
+MOST_CLIENTS = 1024
+DEFAULT_LIMIT = 64 << 20  # admission.max_bytes where nobody says otherwise
+LARGEST = 1 << 31  # bytes of an update
+HEADER = 1 << 20  # beside the tensors of an update: names, metadata
+BYTES_PER_SECOND = 1 << 20  # the slowest line that is reckoned with
+LARGE = 16 << 20  # bytes from which tensors are worked on in files
+MOST_SORTED = 1 << 28  # numbers of all updates together that are sorted
+NOISY = 10.0  # times the usual limit of changes, where clients add noise
+SORTING = ("median", "trimmed_mean")
+
 
 def distinct_phases(method: Method, rounds: int) -> list[Phase]:
     """The distinct phases of a first, a second and a last round."""
@@ -285,10 +299,6 @@ def training_loops(method: Method, rounds: int) -> int:
     return loops
 
 
-OF_TRAINING = ("privacy", "secure_aggregation", "selection")
-"""Sections of a spec that say something of training alone."""
-
-
 def check_rounds(spec: FederationSpec) -> None:
     """Raise MethodError if ``spec`` has no rounds, and no export to evaluate, or says how to train."""
     if spec.rounds:
@@ -311,9 +321,6 @@ def check_selection(method: Method, spec: FederationSpec) -> None:
         raise MethodError("the chosen round may be an early one: give retention all")
     if isinstance(method, GrowsWithClients | AdoptsStates):
         raise MethodError(f"the state of {method.name} grows with its clients, and an early one lacks later ones")
-
-
-ROUNDING = 1e-9  # tolerance for a share times a number
 
 
 def check_rule(method: Method, spec: FederationSpec) -> None:
@@ -362,9 +369,6 @@ def least_updates(given: AggregationSpec) -> int:
     return least
 
 
-MOST_CLIENTS = 1024
-
-
 def check_secure(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError if ``spec`` needs more than the sums that the coordinator sees."""
     given = spec.secure_aggregation
@@ -402,16 +406,6 @@ def check_texts(method: Method, spec: FederationSpec, positions: int | None) -> 
         text = f"{template.replace('{}', longest)[:80]!r} needs at least {needed} tokens"
         context = f" with the method's {method.prompt_length} vectors" if method.prompt_length else ""
         raise MethodError(f"{text}{context}, and the backbone takes {positions}: shorten template, class names or m")
-
-
-DEFAULT_LIMIT = 64 << 20  # admission.max_bytes where nobody says otherwise
-LARGEST = 1 << 31  # bytes of an update
-HEADER = 1 << 20  # beside the tensors of an update: names, metadata
-BYTES_PER_SECOND = 1 << 20  # the slowest line that is reckoned with
-LARGE = 16 << 20  # bytes from which tensors are worked on in files
-MOST_SORTED = 1 << 28  # numbers of all updates together that are sorted
-NOISY = 10.0  # times the usual limit of changes, where clients add noise
-SORTING = ("median", "trimmed_mean")
 
 
 def exchanged(method: Method, context: ServerContext) -> tuple[int, int]:

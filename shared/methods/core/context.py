@@ -35,6 +35,9 @@ LEAST_TEXT = 3  # least positions of a class besides its context: start token, n
 Penalty = Callable[["Tensor", "Tensor"], "Tensor"]
 """A term of the loss, of the trained context ``(m, d_t)`` and its text features ``(C, d_e)``."""
 
+TEMPLATE_WORDS = 4  # vectors for the last words of a template before its class name
+PLAIN = "a photo of a {}."
+
 
 class ContextHyper(Hyperparameters):
     """Hyperparameters of a learned context (CoOp, Zhou et al. 2022, section 3.2)."""
@@ -43,10 +46,6 @@ class ContextHyper(Hyperparameters):
     context_init: str | None = option(
         None, "words whose token embeddings start the context; default: N(0, 0.02²)", max_length=200
     )
-
-
-TEMPLATE_WORDS = 4  # vectors for the last words of a template before its class name
-PLAIN = "a photo of a {}."
 
 
 class WordsHyper(Hyperparameters):

@@ -26,6 +26,18 @@ GAP = TensorSpec("gap", ())
 OWN_LOSS = "own_loss"  # loss of the client's last update, stored by the client
 STEP = 0.2  # d in the first round
 HELD_OUT = 10  # one image out of this number
+DRAWS = 20  # draws of z whose probabilities are averaged in classification
+MAPS = (*pf.layer("sr_mean", "d_z", "d_f", join="_"), *pf.layer("sr_scale", "d_z", "d_f", join="_"))
+
+REFERENCE = (
+    TensorSpec("sr_class_mean", ("classes", "d_z")),
+    TensorSpec("sr_class_scale", ("classes", "d_z")),
+    TensorSpec("sr_factor", ()),
+)
+"""r, s and c, which each client keeps for itself."""
+
+SHARED = (*SHARED_HEAD, *MAPS)
+"""What is shared of all that is trained behind the tower. The linear head stands on z: its ``d_h`` is d_z."""
 
 
 def split_start(context: pf.ServerContext) -> Tensors:
@@ -117,19 +129,6 @@ class Subset:
     def patches(self, indices: Tensor) -> Tensor:
         """As of the split."""
         return self._split.patches(self._indices[pf.sent_to(indices, self._indices.device)])
-
-
-DRAWS = 20  # draws of z whose probabilities are averaged in classification
-
-MAPS = (*pf.layer("sr_mean", "d_z", "d_f", join="_"), *pf.layer("sr_scale", "d_z", "d_f", join="_"))
-REFERENCE = (
-    TensorSpec("sr_class_mean", ("classes", "d_z")),
-    TensorSpec("sr_class_scale", ("classes", "d_z")),
-    TensorSpec("sr_factor", ()),
-)
-"""r, s and c, which each client keeps for itself."""
-SHARED = (*SHARED_HEAD, *MAPS)
-"""What is shared of all that is trained behind the tower. The linear head stands on z: its ``d_h`` is d_z."""
 
 
 def fedsr_start(draws_of: DrawsOf, seed: int, classes: int, width: int, size: int) -> Tensors:

@@ -25,6 +25,28 @@ from promptfed.shared.tensors.lazy import Tensor, torch
 if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone
 
+SHARE = "domain_share:"  # before a domain's name: its mean share of a client's test images
+STEP = 4.0  # 1/L: the second derivative of a mean binary cross-entropy in its bias is at most 1/4
+BARE = "{}"  # the template of a class name by itself
+
+# The number of threads is part of the key: bits of a feature may depend on it, and states must not.
+_Key = tuple[str, tuple[str, ...], "torch.device", int]
+
+_kept: WeakKeyDictionary[Backbone, dict[_Key, Tensor]] = WeakKeyDictionary()
+LabelSpace = Annotated[
+    Literal["federation", "client"],
+    Field(
+        description="class names over which training and the accuracy on a client's own test images take their "
+        "softmax: the federation's where the spec names them, or the client's own"
+    ),
+]
+
+STEPS = ("batch_size", "optimizer", "learning_rate", "momentum", "weight_decay", "schedule")
+"""Fields of the spec's training that say how gradient steps over batches are taken."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+OF_THE_METHOD = "of the method"  # ``server`` of a class that only adds to another: the other decides
+
 
 class Split(Protocol):
     """Labelled images of one client: features come from its cache, images from its disk."""
@@ -72,9 +94,6 @@ class Fixed(Protocol):
         """
 
 
-SHARE = "domain_share:"  # before a domain's name: its mean share of a client's test images
-
-
 @runtime_checkable
 class Mixes(Protocol):
     """A classifier that estimates the domains of an image."""
@@ -83,9 +102,6 @@ class Mixes(Protocol):
 
     def shares(self, split: Split, indices: Tensor) -> Tensor:
         """``(B, k)`` shares of the domains in ``domain_names``, which sum to 1, of the images at ``indices (B,)``."""
-
-
-STEP = 4.0  # 1/L: the second derivative of a mean binary cross-entropy in its bias is at most 1/4
 
 
 class LabelBias:
@@ -132,13 +148,6 @@ class LabelBias:
         if common is not None:
             others = lambda parameters: common(parameters[:-1])  # noqa: E731
         return Objective(units, others)
-
-
-BARE = "{}"  # the template of a class name by itself
-
-# The number of threads is part of the key: bits of a feature may depend on it, and states must not.
-_Key = tuple[str, tuple[str, ...], "torch.device", int]
-_kept: WeakKeyDictionary[Backbone, dict[_Key, Tensor]] = WeakKeyDictionary()
 
 
 def spoken(class_name: str) -> str:
@@ -188,25 +197,12 @@ class Disclosed:
 AGGREGATE = Disclosed("sites", "the aggregate of all updates, in which this client's has its share")
 
 
-LabelSpace = Annotated[
-    Literal["federation", "client"],
-    Field(
-        description="class names over which training and the accuracy on a client's own test images take their "
-        "softmax: the federation's where the spec names them, or the client's own"
-    ),
-]
-
-
 class Hyperparameters(BaseModel):
     """Base of every method's hyperparameters: documented, bounded, unknown keys refused."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     label_space: LabelSpace = "federation"
-
-
-STEPS = ("batch_size", "optimizer", "learning_rate", "momentum", "weight_decay", "schedule")
-"""Fields of the spec's training that say how gradient steps over batches are taken."""
 
 
 def option(default: Any, description: str, **bounds: Any) -> Any:
@@ -705,11 +701,6 @@ def check_admission(
         )
     if isinstance(method, ChoosesClients):
         method.admit(client, former, others())
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-OF_THE_METHOD = "of the method"  # ``server`` of a class that only adds to another: the other decides
 
 
 def needs_torch(function: Function) -> Function:

@@ -35,6 +35,10 @@ SWEPT = {
 """Rates of their own. fedclip's is 0.2/d_e, and fedtaskres's 1.5/(α·scale), so a step moves a logit by 1.5 at most:
 for the usual d_e of 512 and scale of 100 they are the methods' defaults."""
 
+GROUP = "promptfed.methods"
+INSTALL = "install {} beside promptfed, if you trust it"
+log = logging.getLogger("promptfed.methods")
+
 
 def swept_for(method: type[Method]) -> list[dict[str, Any]]:
     """The rates of a method as ``GET /v1/methods/{name}`` tells them, each with its backbone."""
@@ -68,12 +72,6 @@ def _rate(method: type[Method], backbone: tuple[str, str]) -> float | None:
     if "trainable" in fields:
         factor = TOWER_FACTORS.get(backbone, {}).get(optimizer)
     return None if factor is None else float(f"{given * factor:.3g}")
-
-
-GROUP = "promptfed.methods"
-INSTALL = "install {} beside promptfed, if you trust it"
-
-log = logging.getLogger("promptfed.methods")
 
 
 class UnusableMethod(KeyError):

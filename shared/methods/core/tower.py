@@ -49,6 +49,8 @@ _OTHER_SHAPES: dict[str, tuple[str | int, ...]] = {
 NORMS = frozenset(kind for kind in (*_BLOCK_SHAPES, *_OTHER_SHAPES) if kind.startswith("ln_"))
 _LAST = ("ln_post_weight", "ln_post_bias", "proj")
 
+HEAD = tuple(spec.name for spec in heads.SHARED_HEAD)
+
 
 class TowerHyper(VisualHyper):
     """Which weights of the image tower are trained."""
@@ -185,9 +187,6 @@ class TrainedTower:
             return encode(images)
         parts = torch.split(images, size)
         return torch.cat([checkpointing.checkpoint(encode, part, use_reentrant=False) for part in parts])
-
-
-HEAD = tuple(spec.name for spec in heads.SHARED_HEAD)
 
 
 class HeadHyper(TowerHyper):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 NUMBERS_PER_TEXT = 1 << 13  # of copies times trained numbers at once; bounds memory and does not affect the result
 WITHIN = 1 - 1e-6  # factor of the clip: rounding to float32 may add this to a norm
+log = logging.getLogger("promptfed.training")
+Loss = Callable[["Tensor"], "Tensor"]
 
 
 class PrivateGradients:
@@ -145,11 +147,6 @@ def flat(parts: Sequence[Tensor], count: int) -> Tensor:
 
 def _there(gradient: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if gradient is None else gradient
-
-
-log = logging.getLogger("promptfed.training")
-
-Loss = Callable[["Tensor"], "Tensor"]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,12 @@ OF_DOMAIN_PROMPTS = (
     pf.Disclosed("operator", "mixtures of image features: the domain classifier's gradients are sums of them"),
 )
 SPECIAL = 2  # tokens of every text besides words: start and end
+WEIGHT = TensorSpec("classifier_weight", ("n", "d_e"))
+BIAS = TensorSpec("classifier_bias", ("n",))
+DOMAINS = TensorSpec("domains", ("n",), "int64")  # the domain of each row
+Mixture = Literal["hard", "soft"]
+CPU_ROWS = 2_048  # rows of the text tower that a soft mixture computes at once: more fall out of a CPU's cache
+ROWS = 32_768  # on other devices, which small batches leave idle
 
 
 def wording(description: str) -> str:
@@ -125,15 +131,6 @@ def fits(domain: Domain, context: pf.ClientContext) -> bool:
 def too_long(context: pf.ClientContext) -> list[str]:
     """Names of the peers' domains whose words are too long here: nothing is transferred to them."""
     return [domain.name for domain in described_domains(context.peers).values() if not fits(domain, context)]
-
-
-WEIGHT = TensorSpec("classifier_weight", ("n", "d_e"))
-BIAS = TensorSpec("classifier_bias", ("n",))
-DOMAINS = TensorSpec("domains", ("n",), "int64")  # the domain of each row
-
-Mixture = Literal["hard", "soft"]
-CPU_ROWS = 2_048  # rows of the text tower that a soft mixture computes at once: more fall out of a CPU's cache
-ROWS = 32_768  # on other devices, which small batches leave idle
 
 
 def has_rows(state: Tensors) -> bool:

@@ -39,6 +39,11 @@ from promptfed.shared.tensors.lazy import F, Tensor, torch
 if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone
 
+GLOBAL = TensorSpec("global_prompt", ("m", "d_t"))
+PROMPT = TensorSpec("domain_prompt", ("m", "d_t"))
+PROMPTS = TensorSpec("domain_prompts", ("k", "m", "d_t"))  # none before the end
+LISTED = TensorSpec("listed_domains", ("k",), "int64")  # whose they are
+
 
 class FastPTHyper(pf.ContextHyper, StyleTransferHyper):
     """Both prompts are of length m. The switches are the paper's ablations (Table 3)."""
@@ -73,12 +78,6 @@ def contrastive_loss(prompt: Tensor, description: Tensor, general: Tensor) -> Te
         return F.cosine_similarity(prompt.mean(dim=0), other.mean(dim=0), dim=0)
 
     return F.softplus(similarity(general) - similarity(description))
-
-
-GLOBAL = TensorSpec("global_prompt", ("m", "d_t"))
-PROMPT = TensorSpec("domain_prompt", ("m", "d_t"))
-PROMPTS = TensorSpec("domain_prompts", ("k", "m", "d_t"))  # none before the end
-LISTED = TensorSpec("listed_domains", ("k",), "int64")  # whose they are
 
 
 class FastPT(pf.ContextMethod):
