@@ -50,6 +50,7 @@ from benchmarks.features import Precision, rate
 from benchmarks.harness import DOCS, machine, table
 from benchmarks.step import Task, make_task
 from promptfed.client_service.training.trainer import TaskWork
+from promptfed.console.progress import Snapshot
 from promptfed.experiments.cluster.crew import Assignment, Share, work
 from promptfed.experiments.cluster.run import Conductor
 from promptfed.experiments.simulation.preparation import prepare
@@ -58,7 +59,6 @@ from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import LocalFederation, Processes, Site
 from promptfed.sdk.backbone import open_backbone
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, shape_of
 from promptfed.shared.clip.towers.text import PromptTokenizer

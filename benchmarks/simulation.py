@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from benchmarks.harness import cpu_seconds_of, in_own_process, parser, shown, write
+from promptfed.console.progress import Snapshot
 from promptfed.experiments.bench.runner import provenance
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
-from promptfed.sdk.progress import Snapshot
 from promptfed.shared.data.classes import SYMBOLS
 
 CASES = ((100, 20), (1000, 3))  # clients and rounds

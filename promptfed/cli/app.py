@@ -20,9 +20,9 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from promptfed.client_service.exits import ClientError
+from promptfed.console.output import commit, messages
 from promptfed.runtime.processes import ProcessFailed
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import commit, messages
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import of_surroundings, offence

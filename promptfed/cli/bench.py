@@ -13,6 +13,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from promptfed.cli.bench_options import BenchOptions
 from promptfed.cli.common import refuse
+from promptfed.console.output import (
+    console,
+    messages,
+    note,
+    print_json,
+    read_spec,
+    say,
+    table,
+    whole_numbers,
+    write_file,
+)
 from promptfed.experiments.bench.entries import RawSpec, parse_entries
 from promptfed.experiments.bench.plots import draw
 from promptfed.experiments.bench.presets import REDUCED_SEEDS, SEEDS, SUITES, preset_names, presets_of, read_preset
@@ -40,7 +51,6 @@ from promptfed.experiments.bench.tables import (
     rows_of,
 )
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import console, messages, note, print_json, read_spec, say, table, whole_numbers, write_file
 from promptfed.shared.plain_text import listed
 from promptfed.shared.spec.spec import AllowedBackbones
 

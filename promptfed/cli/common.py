@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings
 from rich.markup import escape
 
 from promptfed.cli.app import Made, written
+from promptfed.console.output import messages
 from promptfed.sdk.client import (
     DEFAULT_URL,
     TOKEN_VARIABLE,
@@ -25,7 +26,6 @@ from promptfed.sdk.client import (
     Exit,
     open_coordinator,
 )
-from promptfed.sdk.output import messages
 from promptfed.shared.plain_text import plain
 
 KEY_VARIABLE = "PROMPTFED_SIGNING_KEY"

@@ -17,9 +17,9 @@ import typer
 from promptfed.cli import commands
 from promptfed.cli.app import app, show_version
 from promptfed.client_service.settings import Settings as ClientSettings
+from promptfed.console.output import MessageLines, note
 from promptfed.coordinator.settings import Settings as CoordinatorSettings
 from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, PROXY_VARIABLE
-from promptfed.sdk.output import MessageLines, note
 from promptfed.shared.service.environment import CLIENT, COORDINATOR, unread_variables
 from promptfed.shared.service.streams import delivered, leave, standard_streams
 

@@ -27,12 +27,12 @@ from promptfed.client_service.serving.prediction import BadImage, Predictor, Ser
 from promptfed.client_service.state.trained_images import folders_of, read_trained
 from promptfed.client_service.training.data import TEST, TRAIN, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import answers, logits_of, presences, probabilities
+from promptfed.console.output import console, new_folder, note, percent, print_json, say, table, write_file
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of
 from promptfed.export.export import open_backbone_of
 from promptfed.export.reading import open_export, read_export
 from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.operations import take
-from promptfed.sdk.output import console, new_folder, note, percent, print_json, say, table, write_file
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import Source, Split, open_source
 from promptfed.shared.data.errors import DataError

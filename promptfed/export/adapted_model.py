@@ -14,8 +14,8 @@ import torch
 
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.training.data import LocalSplit
+from promptfed.console.output import class_names as split_names
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import class_names as split_names
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.api_schemas import ClientView
 from promptfed.shared.api.export_card import TEMPLATE, Card, Participant, classes_of

@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from promptfed.console.output import console, messages, print_json, size
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, weights_of
 from promptfed.export.model_card import (
     Contents,
@@ -22,7 +23,6 @@ from promptfed.export.model_card import (
 from promptfed.sdk.backbone import open_backbone
 from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.operations import sign_card, take
-from promptfed.sdk.output import console, messages, print_json, size
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.export_card import (
     JSON_FILE,

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from promptfed.console.output import percent, size
 from promptfed.export.adapted_model import AdaptedModel
-from promptfed.sdk.output import percent, size
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,

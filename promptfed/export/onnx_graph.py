@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from promptfed.client_service.serving.prediction import OneImage, Served
+from promptfed.console.output import write_file
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import write_file
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import open_source
 from promptfed.shared.tensors.torch_tensors import state_hash

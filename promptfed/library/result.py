@@ -14,12 +14,12 @@ from typing import Any, Literal
 from PIL.Image import Image
 
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
+from promptfed.console.output import percent, remarks
 from promptfed.experiments.bench.tables import figures
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of, weights_of
 from promptfed.export.export import ExportOptions, export, open_backbone_of
 from promptfed.sdk.arguments import all_checked
 from promptfed.sdk.client import CommandError, Coordinator, Exit
-from promptfed.sdk.output import percent, remarks
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data.pixels import UNREADABLE, in_rgb
@@ -184,7 +184,7 @@ class Result:
 
     def track(self, where: str) -> None:
         """Write all metrics to an experiment tracker: ``tensorboard:FOLDER`` or ``mlflow:URI``."""
-        from promptfed.sdk.progress import open_tracker, record
+        from promptfed.console.progress import open_tracker, record
 
         with open_tracker(where) as write:
             record(write, self.taken)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, InstanceOf
 from tqdm import tqdm
 
+from promptfed.console.progress import Snapshot, follow
 from promptfed.experiments.bench.entries import RawSpec
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.library.result import Result
@@ -26,7 +27,6 @@ from promptfed.sdk import operations
 from promptfed.sdk.arguments import all_checked, checked
 from promptfed.sdk.backbone import open_backbone, resolve, spelt
 from promptfed.sdk.client import DEFAULT_URL, URL_VARIABLE, CommandError, Coordinator, Exit, open_coordinator
-from promptfed.sdk.progress import Snapshot, follow
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source
 from promptfed.shared.data.registry import SharedSources

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Protocol, Self
 
+from promptfed.console.output import full_disk, write_private
 from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator, Exit
-from promptfed.sdk.output import full_disk, write_private
 from promptfed.shared.messages import Role
 
 MAX_RESTARTS = 3

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from promptfed.console.output import read_spec
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import read_spec
 from promptfed.shared.data import DataError
 from promptfed.shared.messages import Role
 from promptfed.shared.methods import needs_class_names, with_default_backbone

@@ -15,11 +15,11 @@ import torch
 
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.state.durable_files import VARIABLE
+from promptfed.console.progress import follow
 from promptfed.coordinator.store import fault_points
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import LocalFederation, Managed, Processes, Site
 from promptfed.sdk import operations
-from promptfed.sdk.progress import follow
 from promptfed.shared.privacy.accounting import epsilon_of
 
 #: The points of secure sums at a client, in their order.

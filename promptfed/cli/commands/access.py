@@ -11,9 +11,9 @@ import typer
 from promptfed.cli.app import app
 from promptfed.cli.commands.federation import group
 from promptfed.cli.common import Api, AskedLater, Client, Federation, Json, Written, Yes, confirm, refuse
+from promptfed.console.output import console, expect_new, print_json, say, table, tell, write_private
 from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator, Exit
-from promptfed.sdk.output import console, expect_new, print_json, say, table, tell, write_private
 from promptfed.shared.api.api_schemas import AuditEntry, BrokenChain, ClientView, OperatorView, TokenView, check_chain
 from promptfed.shared.plain_text import counted
 from promptfed.shared.service.reasons import why

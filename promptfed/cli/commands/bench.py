@@ -17,9 +17,7 @@ import yaml
 from promptfed.cli.app import Made, app
 from promptfed.cli.bench_options import BenchOptions
 from promptfed.cli.common import AllowBackbone, Device, Json, Pool, RunFilePath, Written
-from promptfed.runtime.run_file import read_run
-from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import (
+from promptfed.console.output import (
     console,
     expect_new,
     expect_suffix,
@@ -33,6 +31,8 @@ from promptfed.sdk.output import (
     whole_numbers,
     write_file,
 )
+from promptfed.runtime.run_file import read_run
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.plain_text import counted, shortened
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import typer
 
 from promptfed.cli.app import app, with_options
 from promptfed.cli.common import Json
+from promptfed.console.output import console, expect_suffix, listing, note, percent, print_json, say, table
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import console, expect_suffix, listing, note, percent, print_json, say, table
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import counted, look_alikes, plain, quoted
 from promptfed.shared.service.reasons import why

@@ -20,9 +20,9 @@ from promptfed.cli.common import (
     Written,
     refuse,
 )
+from promptfed.console.output import expect_new, say, tell
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.operations import take
-from promptfed.sdk.output import expect_new, say, tell
 from promptfed.shared.machine import on_signals
 from promptfed.shared.plain_text import plain
 

@@ -10,9 +10,7 @@ import typer
 
 from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Key, Round, Written, Yes, confirm, refuse
-from promptfed.sdk import operations
-from promptfed.sdk.client import CommandError, Coordinator, Exit
-from promptfed.sdk.output import (
+from promptfed.console.output import (
     console,
     expect_suffix,
     note,
@@ -25,7 +23,9 @@ from promptfed.sdk.output import (
     tell,
     write_file,
 )
-from promptfed.sdk.progress import Snapshot, Watcher, describe_round, follow, loss_of, means_of, result_table
+from promptfed.console.progress import Snapshot, Watcher, describe_round, follow, loss_of, means_of, result_table
+from promptfed.sdk import operations
+from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.shared.api.api_schemas import CentralPrivacyView, ClientPrivacy, FederationView, SelectionView
 from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.messages import ENDED, Role

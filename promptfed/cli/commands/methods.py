@@ -11,8 +11,8 @@ import typer
 
 from promptfed.cli.app import app
 from promptfed.cli.common import Json, Written, refuse
+from promptfed.console.output import console, listing, new_folder, print_json, say, table
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import console, listing, new_folder, print_json, say, table
 from promptfed.shared.spec.spec import SpecError
 
 START = Path(__file__).parents[1] / "start"

@@ -9,8 +9,8 @@ import typer
 
 from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, AskedLater, ClassNames, Json, Key, Written, refuse
+from promptfed.console.output import console, expect_suffix, note, print_json, table
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import console, expect_suffix, note, print_json, table
 from promptfed.shared.service.reasons import why
 
 

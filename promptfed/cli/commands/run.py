@@ -32,11 +32,8 @@ from promptfed.cli.common import (
     Written,
     refuse,
 )
-from promptfed.runtime.processes import LocalFederation, Processes, Services, Site, interrupt_on_sigterm
-from promptfed.runtime.run_file import RunFile, check_trainers, read_run, with_own_classes
-from promptfed.sdk import operations, progress
-from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import (
+from promptfed.console import progress
+from promptfed.console.output import (
     console,
     new_folder,
     note,
@@ -49,7 +46,11 @@ from promptfed.sdk.output import (
     tell,
     write_file,
 )
-from promptfed.sdk.progress import Snapshot, Watcher, follow, open_tracker, record, result_table
+from promptfed.console.progress import Snapshot, Watcher, follow, open_tracker, record, result_table
+from promptfed.runtime.processes import LocalFederation, Processes, Services, Site, interrupt_on_sigterm
+from promptfed.runtime.run_file import RunFile, check_trainers, read_run, with_own_classes
+from promptfed.sdk import operations
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.plain_text import counted

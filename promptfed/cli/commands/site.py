@@ -24,9 +24,9 @@ from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.settings import Settings as ClientSettings
 from promptfed.client_service.settings import ledger_path, make_settings
 from promptfed.client_service.state import site_log
+from promptfed.console.output import console, print_json, read_federation, say, table, tell
 from promptfed.coordinator.settings import Settings as CoordinatorSettings
 from promptfed.sdk.client import PROXY_VARIABLE, CommandError, Exit
-from promptfed.sdk.output import console, print_json, read_federation, say, table, tell
 from promptfed.shared.methods.core.default_backbone import default_backbone
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.service.streams import leave

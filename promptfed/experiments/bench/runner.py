@@ -20,13 +20,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
+from promptfed.console.output import commit
 from promptfed.experiments.bench.entries import BenchEntry, RawSpec
 from promptfed.experiments.bench.protocols import Protocol, Setting, Trial, forget_names
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.run_file import data_of
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import commit
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone

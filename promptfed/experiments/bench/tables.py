@@ -9,10 +9,10 @@ from statistics import StatisticsError, fmean, pstdev, stdev
 import numpy as np
 from pydantic import BaseModel
 
+from promptfed.console.output import size
 from promptfed.experiments.bench.protocols import TARGET, Protocol
 from promptfed.experiments.bench.runner import VARIANT, Bench, BenchRun, row_label
 from promptfed.experiments.bench.tuning import paired_bootstrap
-from promptfed.sdk.output import size
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.metrics import Floats, Outcomes, calibration_error, class_accuracies, largest_share, macro_f1
 from promptfed.shared.plain_text import markdown_cell, markdown_code

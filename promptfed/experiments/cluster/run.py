@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
+from promptfed.console.progress import follow
 from promptfed.experiments.cluster.connection import (
     LOOPBACK,
     Cluster,
@@ -41,7 +42,6 @@ from promptfed.runtime.processes import LocalFederation, Processes, ProcessFaile
 from promptfed.sdk import operations
 from promptfed.sdk.backbone import BACKBONE_FILE
 from promptfed.sdk.client import CA_VARIABLE, CommandError, Exit
-from promptfed.sdk.progress import follow
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.files import write_whole
 from promptfed.shared.messages import ENDED

@@ -25,6 +25,8 @@ import httpx
 import torch
 from sqlalchemy.exc import SQLAlchemyError
 
+from promptfed.console.output import full_disk, new_folder
+from promptfed.console.progress import Snapshot
 from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.database import CannotOpen
@@ -37,8 +39,6 @@ from promptfed.experiments.simulation.workers import AHEAD, RunningWorkers, run_
 from promptfed.runtime.processes import Site
 from promptfed.sdk import operations
 from promptfed.sdk.client import AsyncCoordinator, CommandError, Exit, Request
-from promptfed.sdk.output import full_disk, new_folder
-from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
 from promptfed.shared.clip import Backbone, FeatureCache

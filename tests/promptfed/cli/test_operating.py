@@ -15,10 +15,10 @@ from typer.testing import CliRunner, Result
 
 from promptfed.cli import common
 from promptfed.cli.main import app
+from promptfed.console.progress import Snapshot, Watcher
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.settings import Settings
 from promptfed.sdk.client import Exit
-from promptfed.sdk.progress import Snapshot, Watcher
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread
 

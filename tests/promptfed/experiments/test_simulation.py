@@ -37,6 +37,8 @@ from promptfed.client_service.privacy.secure import SecureWork
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.training.data import held_out
 from promptfed.client_service.training.trainer import TaskWork
+from promptfed.console.output import commit
+from promptfed.console.progress import Snapshot
 from promptfed.coordinator.engine import jobs
 from promptfed.experiments.bench import presets, runner
 from promptfed.experiments.bench.presets import SEEDS, SUITES, presets_of
@@ -47,8 +49,6 @@ from promptfed.experiments.simulation.simulation import simulate
 from promptfed.experiments.simulation.workers import _exit
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import commit
-from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.embedded import tiny

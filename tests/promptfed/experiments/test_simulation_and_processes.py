@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from promptfed.console.progress import follow
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import LocalFederation, Processes, Site
 from promptfed.sdk import operations
-from promptfed.sdk.progress import follow
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import promptfed
 from promptfed.cli.main import app
+from promptfed.console.progress import describe_round, metrics_of, open_tracker, record, track
 from promptfed.sdk import client as sdk_client
 from promptfed.sdk import operations
 from promptfed.sdk.client import (
@@ -31,7 +32,6 @@ from promptfed.sdk.client import (
     Exit,
     Request,
 )
-from promptfed.sdk.progress import describe_round, metrics_of, open_tracker, record, track
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.api_schemas import BackboneView, ClientCounts, FederationPage, FederationView, Health
 from promptfed.shared.api.report_schemas import RoundReport

@@ -14,11 +14,11 @@ from pydantic import BaseModel, ValidationError
 from promptfed.cli.scoring import _expect_known
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.training.data import check_classes
+from promptfed.console.output import class_names
 from promptfed.coordinator.domain.federation import differing
 from promptfed.coordinator.problems import UnknownClass
 from promptfed.coordinator.resources.clients.operations import _check_class_names
 from promptfed.sdk.client import CommandError
-from promptfed.sdk.output import class_names
 from promptfed.shared.api.export_card import Card
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data import folder as folders

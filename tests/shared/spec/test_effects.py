@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from promptfed.console.output import remarks
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.client import CommandError
-from promptfed.sdk.output import remarks
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.spec.spec import FederationSpec, merged

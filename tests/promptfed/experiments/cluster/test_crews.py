@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 
+from promptfed.console.progress import Snapshot
 from promptfed.experiments.cluster import crew
 from promptfed.experiments.cluster.crew import Assignment, Share, work
 from promptfed.experiments.cluster.run import Conductor, RayCrews, make_certificate
@@ -23,7 +24,6 @@ from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator
-from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.metrics import Outcomes
 from tests.support.coordinators import InThread, in_thread

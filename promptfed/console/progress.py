@@ -19,9 +19,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from promptfed.console.output import messages, percent, table
 from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.operations import get_federation, reports_after
-from promptfed.sdk.output import messages, percent, table
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.api.report_schemas import RoundReport
