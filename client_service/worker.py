@@ -15,7 +15,8 @@ from promptfed.client_service.http.bodies import SentLog
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.joining.consent import Terminal, noted
-from promptfed.client_service.joining.joining import FederationEnded, Joining, explain
+from promptfed.client_service.joining.joining import FederationEnded, Joining
+from promptfed.client_service.joining.offer import explain
 from promptfed.client_service.joining.parts import Parts
 from promptfed.client_service.monitor import Hook, Monitor, Status
 from promptfed.client_service.serving.api import create_app, running_api

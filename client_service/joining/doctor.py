@@ -27,7 +27,7 @@ from promptfed.client_service.joining.checks import (
     check_versions,
 )
 from promptfed.client_service.joining.disclosure import Disclosure, disclose
-from promptfed.client_service.joining.joining import (
+from promptfed.client_service.joining.offer import (
     check_backbone,
     check_declaration,
     declaration,

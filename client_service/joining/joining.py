@@ -10,16 +10,26 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.joining.checks import Check, check_data, check_device
 from promptfed.client_service.joining.disclosure import Declared, Disclosure, disclose
+from promptfed.client_service.joining.offer import (
+    Offer,
+    check_backbone,
+    check_declaration,
+    declaration,
+    describe_device,
+    enrol_request,
+    enrolment_token,
+    federation_method,
+    label_space,
+    open_backbone,
+)
 from promptfed.client_service.joining.parts import Consent, Parts
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.privacy.agreement import Agreement, terms_of
@@ -29,7 +39,7 @@ from promptfed.client_service.privacy.policy import Policy, SiteFacts, allows, e
 from promptfed.client_service.privacy.protection import SiteProtection, own_ledger, site_facts, site_plan
 from promptfed.client_service.privacy.secure import identity_of
 from promptfed.client_service.serving.prediction import Predictor
-from promptfed.client_service.settings import Settings, read_token
+from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.known_addresses import add_known, keep_known
 from promptfed.client_service.state.private_state import DATA, ENROLMENT, Identity, PrivateState
 from promptfed.client_service.state.trained_images import note_trained
@@ -37,216 +47,29 @@ from promptfed.client_service.training.data import (
     TEST,
     TRAIN,
     ClientData,
-    check_classes,
-    check_domain,
     check_scales,
     domain_of,
     open_data,
     split_by,
 )
 from promptfed.client_service.training.trainer import Compute, SitePrivacy, SiteRules, TaskWork, use_precision
-from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
+from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.clip.caches import features_in
-from promptfed.shared.clip.loading import expect_device
-from promptfed.shared.clip.weights import permits, shape_by_name
+from promptfed.shared.clip.weights import shape_by_name
 from promptfed.shared.data import DataError, Source
 from promptfed.shared.data.identity import DataIdentity
 from promptfed.shared.data.identity import identity_of as identity_of_data
-from promptfed.shared.messages import ENDED, Domain, EnrolmentInfo, EnrolRequest, Role
-from promptfed.shared.methods import METHODS, check_fits, make_method
+from promptfed.shared.messages import ENDED, EnrolmentInfo, EnrolRequest
+from promptfed.shared.methods import check_fits
 from promptfed.shared.methods.core.interface import Method, MethodError, ReadsDomains
-from promptfed.shared.methods.core.registry import INSTALL
-from promptfed.shared.methods.core.several_labels import is_for_several_labels
-from promptfed.shared.secagg.primitives import public_identity, sign
-from promptfed.shared.service.reasons import offence
-from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, SpecError
+from promptfed.shared.spec.spec import BackboneShape
 
 log = logging.getLogger("promptfed.client")
 BEHIND_SECONDS = 60.0  # of features that are computed after the enrolment: a tenth of a phase's usual deadline
 
 
-def choose_device(wanted: str) -> str:
-    """``auto`` is the first CUDA device, else the CPU. Raises ClientError: BACKBONE where torch has no such device."""
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        expect_device(wanted)
-    except BackboneError as error:
-        raise ClientError(Exit.BACKBONE, str(error)) from None
-    return wanted
-
-
-def describe_device(device: torch.device) -> str:
-    """As it is declared at enrolment, such as ``cuda (NVIDIA H200)``."""
-    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
-
-
-def open_backbone(spec: BackboneSpec, device: str, allowed: Sequence[str], file: Path | None = None) -> Backbone:
-    """The federation's backbone on ``device``; ``allowed`` names what the data owner permits (`permits`).
-
-    ``file`` holds its weights, where the data owner has given one.
-
-    Raises:
-        ClientError: BACKBONE where it cannot be loaded or is not permitted.
-    """
-    try:
-        return load_backbone(
-            spec.model,
-            spec.pretrained,
-            precision=spec.precision,
-            device=choose_device(device),
-            allow_unregistered=permits(allowed, spec),
-            weights_file=file,
-        )
-    except BackboneError as error:
-        raise ClientError(Exit.BACKBONE, str(error)) from None
-
-
-def check_backbone(backbone: Backbone, spec: BackboneSpec) -> None:
-    """Refuse other weights than the federation's, before anything is enrolled with them.
-
-    Raises:
-        ClientError: BACKBONE.
-    """
-    if spec.fingerprint is not None and spec.fingerprint != backbone.fingerprint:
-        text = f"the backbone {spec.model} ({spec.pretrained}) has other weights here ({backbone.fingerprint[:19]}...)"
-        expected = f"than in the federation ({spec.fingerprint[:19]}...)"
-        raise ClientError(Exit.BACKBONE, f"{text} {expected}: install the same version of promptfed and of the weights")
-
-
-def federation_method(info: EnrolmentInfo) -> Method:
-    """The federation's method, which has to be installed here: nothing is ever fetched.
-
-    Raises:
-        ClientError: PROTOCOL where it is not, or where this machine has another package's method of its name.
-    """
-    try:
-        method = make_method(info.method)
-    except (SpecError, KeyError) as error:
-        text = f"this client does not have the federation's method as the coordinator describes it: {error}"
-        remedy = "install the coordinator's version of promptfed"
-        if info.method_package is not None:
-            remedy = f"it comes from the package {info.method_package}: {INSTALL.format('it')}"
-        raise ClientError(Exit.PROTOCOL, f"{text}: {remedy}") from None
-    here, there = METHODS.package(method.name), info.method_package
-    if _project(here) != _project(there):
-        own = "promptfed's own"
-        text = f"the method {method.name!r} is {there or own} at the coordinator and {here or own} here: two methods"
-        raise ClientError(Exit.PROTOCOL, f"{text}; install what the coordinator has, if you trust it")
-    return method
-
-
-def _project(package: str | None) -> str | None:
-    return package and package.partition("==")[0]
-
-
-def label_space(method: Method, info: EnrolmentInfo, own: tuple[str, ...]) -> tuple[str, ...]:
-    """The classes that a client with ``own`` ones trains over."""
-    return method.label_space(tuple(info.class_names) if info.class_names else None, own)
-
-
-def check_declaration(method: Method, info: EnrolmentInfo, role: Role, source: Source) -> None:
-    """Refuse unknown classes, images without labels, and a domain without words, where the method needs them.
-
-    Raises:
-        ClientError: BAD_INPUT.
-    """
-    check_classes(source.class_names, label_space(method, info, source.class_names))
-    if (source.test.labels.ndim == 2) != is_for_several_labels(method):
-        kinds = ("one label per image", "any number of labels per image")
-        here, there = kinds if is_for_several_labels(method) else kinds[::-1]
-        text = f"the federation {info.name} is for {there}, and {source.uri} has {here}"
-        raise ClientError(Exit.BAD_INPUT, f"{text}: give data of that kind, or set the spec's task")
-    check_domain(method, role, source)
-
-
-def declaration(
-    settings: Settings, source: Source, domain: Domain | None, backbone: Backbone | None, images: int
-) -> Declared:
-    """Everything that the coordinator learns when this client enrols, as far as it is known without a backbone.
-
-    ``images``: how many the client declares.
-    """
-    device = backbone.device if backbone is not None else torch.device(choose_device(settings.device))
-    return Declared(
-        name=settings.name,
-        role=settings.role,
-        num_samples=images,
-        class_names=source.class_names,
-        domain=domain,
-        device=describe_device(device),
-        fingerprint=backbone.fingerprint if backbone is not None else None,
-        grey=source.grey,
-    )
-
-
-def enrol_request(declared: Declared, secret: str, backbone: Backbone, identity: bytes | None = None) -> EnrolRequest:
-    """What was declared, with the secret and the weights that were loaded; with ``identity``, a key, it signs.
-
-    Raises:
-        ClientError: BAD_INPUT where the class names cannot be declared.
-    """
-    try:
-        told = {key: value for key, value in vars(declared).items() if key != "fingerprint"}
-        weights = {"backbone_fingerprint": backbone.fingerprint, "backbone_shape": shape_of(backbone)}
-        request = EnrolRequest.model_validate(told | weights | {"secret": secret})
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ClientError(Exit.BAD_INPUT, f"the data cannot be declared: {place}: {offence(first)}") from None
-    if identity is None:
-        return request
-    proof = sign(identity, "identity", request.proof_body()).hex()
-    return request.model_copy(update={"identity_key": public_identity(identity).hex(), "identity_proof": proof})
-
-
-def explain(refused: Refused, settings: Settings) -> ClientError:
-    """A refusal that ends the client, with what to do about it."""
-    where = f"federation {settings.federation} at {settings.coordinator}"
-    if refused.kind == "name-taken":
-        text = (
-            f"the name {settings.name!r} is taken in {where}: give another --name, the --state-dir that enrolled it, "
-        )
-        return ClientError(Exit.NAME_TAKEN, text + "or ask the operator to reset the name")
-    if refused.kind == "withdrawn":
-        return ClientError(Exit.WITHDRAWN, f"the operator has withdrawn {settings.name!r} from {where}")
-    if refused.status in (401, 403):
-        text = f"{where} does not accept this client: {refused.detail}: ask the operator for a new enrolment token"
-        return ClientError(Exit.NOT_ALLOWED, text)
-    if "backbone" in refused.kind:
-        return ClientError(Exit.BACKBONE, f"{where} refuses this backbone: {refused.detail}")
-    if "protocol" in refused.kind:
-        return ClientError(Exit.PROTOCOL, f"{where} refuses this version: {refused.detail}")
-    if refused.kind == "not-found":
-        text = f"{settings.coordinator} answers: {refused.detail}, or ask the operator for it"
-        return ClientError(Exit.REFUSED, text)
-    return ClientError(Exit.REFUSED, f"{where} refuses: {refused}")
-
-
-def enrolment_token(settings: Settings, identity: Identity) -> str | None:
-    """The token. A client that has enrolled needs none, because it has its secret. Raises ClientError."""
-    path, enrolled = settings.enrolment_token_file, identity.client_id is not None
-    if path is None and not enrolled:
-        text = "no enrolment token: give --enrolment-token-file (`promptfed federation token` makes one)"
-        raise ClientError(Exit.NOT_ALLOWED, text)
-    if path is None or (enrolled and not path.exists()):
-        return None
-    return read_token(path, "enrolment token")
-
-
 class FederationEnded(Exception):
     """There is nothing left to take part in."""
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What a federation offers, and what this site has for it."""
-
-    info: EnrolmentInfo
-    method: Method
-    source: Source
-    tests: Mapping[str, Source]
-    policy: Policy | None
 
 
 @dataclass
@@ -289,7 +112,7 @@ class Joining:
         identity = self.state.bind(identity, info.federation_id)
         self.coordinator.federation = info.federation_id
         self._expect_use(info, identity)
-        method, asked = self._method(info, source, policy)
+        method, facts = self._method(info, source, policy)
         offer = Offer(info, method, source, tests, policy)
         protection = await self._protection(offer)
         agreement, declared = await self._agreement(offer, protection)
@@ -300,7 +123,7 @@ class Joining:
 
         backbone = await self._backbone(offer)
         agreement.pin(backbone.fingerprint)
-        work = self._work(offer, backbone, agreement, privacy, SiteRules(policy, asked))
+        work = self._work(offer, backbone, agreement, privacy, SiteRules(policy, facts))
         use_precision(backbone.device, info.training.tf32)  # texts and images are kept for tasks, which compute alike
         await self.compute.run(lambda: self._check_texts(work, method, info))
         behind = await self.compute.run(lambda: self._soon_computed(work, method, info))
@@ -324,10 +147,10 @@ class Joining:
     def _method(self, info: EnrolmentInfo, source: Source, policy: Policy | None) -> tuple[Method, SiteFacts]:
         """The federation's method, and what it asks of this site. Raises ClientError if one of them cannot be."""
         method = federation_method(info)
-        asked = site_facts(info, self.settings, source)
-        enforce(policy, asked)
+        facts = site_facts(info, self.settings, source)
+        enforce(policy, facts)
         check_declaration(method, info, self.settings.role, source)
-        return method, asked
+        return method, facts
 
     def _expect_use(self, info: EnrolmentInfo, identity: Identity) -> None:
         """Raises ClientError or FederationEnded if the federation is over and this client would serve nothing."""
@@ -342,16 +165,16 @@ class Joining:
         """How updates are protected here, and what leaves with evaluations."""
         parts, counts = self.parts.privacy, None
         floor, states = self._floor(offer), states_of(offer.policy)
-        asked = offer.info, offer.method, self.settings.role, offer.policy, parts.plain_evaluations
-        leaving = what_leaves(*asked, floor)
+        terms = offer.info, offer.method, self.settings.role, offer.policy, parts.plain_evaluations
+        leaving = what_leaves(*terms, floor)
         if leaving == "noisy":
             counts = await self.compute.run(partial(self._counts, offer))
             leaving = "noisy" if counts is not None else "withheld"
         return SitePrivacy(protection, parts.noise, leaving, counts, floor, states)
 
     def _floor(self, offer: Offer) -> int:
-        given = self.parts.privacy.floor
-        return floor_of(offer.policy) if given is None else given
+        floor = self.parts.privacy.floor
+        return floor_of(offer.policy) if floor is None else floor
 
     def _counts(self, offer: Offer) -> NoisyCounts | None:
         settings, rules = self.settings, offer.policy.privacy if offer.policy is not None else None
@@ -415,8 +238,8 @@ class Joining:
     ) -> TaskWork:
         settings, parts = self.settings, self.parts
         uris = [source.uri for source in (offer.source, *offer.tests.values())]
-        patches, given = offer.method.needs.patch_tokens, settings.feature_cache
-        cache = parts.features or features_in(given, settings.features_dir, uris, patches)
+        patches = offer.method.needs.patch_tokens
+        cache = parts.features or features_in(settings.feature_cache, settings.features_dir, uris, patches)
         if settings.reset_private:
             self.state.reset_private()
         return parts.work(
@@ -435,8 +258,8 @@ class Joining:
     async def _backbone(self, offer: Offer) -> Backbone:
         settings, backbone = self.settings, self.parts.backbone
         if backbone is None:
-            own = settings.device, settings.allow_backbone, settings.backbone_file
-            backbone = await self.compute.run(partial(open_backbone, offer.info.backbone, *own))
+            options = settings.device, settings.allow_backbone, settings.backbone_file
+            backbone = await self.compute.run(partial(open_backbone, offer.info.backbone, *options))
         await self.compute.run(partial(check_backbone, backbone, offer.info.backbone))
         try:
             check_fits(offer.method, shape_of(backbone))
@@ -447,25 +270,25 @@ class Joining:
 
     async def _info(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
         """What the coordinator says of the federation, or said when this client enrolled; the token if it is valid."""
-        known = self.state.enrolment() if identity.client_id is not None else None
-        if known is not None and self.settings.federation not in (known.name, known.federation_id):
-            text = f"the state folder {self.state.folder} belongs to federation {known.name}: give another --state-dir"
+        kept = self.state.enrolment() if identity.client_id is not None else None
+        if kept is not None and self.settings.federation not in (kept.name, kept.federation_id):
+            text = f"the state folder {self.state.folder} belongs to federation {kept.name}: give another --state-dir"
             raise ClientError(Exit.STATE, text)
         if token is not None:
             try:
                 info = await self.coordinator.enrolment(token)
             except Refused as refused:
-                if refused.status != 401 or known is None:
+                if refused.status != 401 or kept is None:
                     raise
                 log.info("the enrolment token is no longer valid: going on with this client's own secret")
             else:
                 self.state.write_as(ENROLMENT, info)
                 return info, token
-        if known is None:
+        if kept is None:
             text = f"the state folder {self.state.folder} does not hold all that the federation trains by"
             text += ": give --enrolment-token-file, what the folder holds is kept"
             raise ClientError(Exit.NOT_ALLOWED, text)
-        return known, None
+        return kept, None
 
     def _check_texts(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> None:
         """Check that every class name, with the method's own tokens, fits into the text tower."""
@@ -556,13 +379,13 @@ class Joining:
         """
         settings, info, source = self.settings, offer.info, offer.source
         terms = terms_of(info, offer.method, settings.coordinator, settings.role, list(offer.tests))
-        own = source.train if settings.role == "trainer" else source.test
-        images = declared_images(len(own), self._floor(offer), info)
+        split = source.train if settings.role == "trainer" else source.test
+        images = declared_images(len(split), self._floor(offer), info)
         declared = declaration(settings, source, domain_of(source), self.parts.backbone, images)
-        known = Agreement.kept(self.state)
-        changes = known.changes(terms) if known is not None else []
-        if known is not None and not changes:
-            return known, declared
+        agreement = Agreement.kept(self.state)
+        changes = agreement.changes(terms) if agreement is not None else []
+        if agreement is not None and not changes:
+            return agreement, declared
         if self.parts.consent is not None:
             planned, shape = protection.plan if protection is not None else None, await self._shape(info)
             limits = self._floor(offer), states_of(offer.policy)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import promptfed
 from promptfed.cli.main import app
 from promptfed.client_service.exits import ClientError
-from promptfed.client_service.joining.joining import declaration
+from promptfed.client_service.joining.offer import declaration
 from promptfed.client_service.serving import prediction
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.training.data import check_scales
