@@ -31,7 +31,7 @@ endef
 # Processes that tests run in; those of one file stay together. Many tests wait for others' processes, so three keep two cores busy.
 WORKERS ?= 3
 
-.PHONY: demo test test-all extras test-faults test-docker lint setup docs axe pictures figures mutants bench backbone lock build-tools sbom dist clean
+.PHONY: demo test test-all extras test-faults test-docker lint setup docs axe pictures figures mutants bench backbone lock build-tools sbom dist release clean
 
 setup: $(READY)
 
@@ -161,6 +161,26 @@ dist: sbom
 	@cd $(DIST) && sha256sum * > SHA256SUMS
 	@if [ -n '$(KEY)' ]; then ssh-keygen -q -Y sign -f '$(KEY)' -n promptfed $(DIST)/SHA256SUMS; \
 	else echo 'not signed: make dist KEY=FILE signs SHA256SUMS with an SSH key'; fi
+	@echo "install it: pip install '$(DIST)/promptfed-$(VERSION)-py3-none-any.whl'"
+	@echo "with extras: pip install '$(DIST)/promptfed-$(VERSION)-py3-none-any.whl[photos,onnx]' (docs/guides/install.md)"
+
+# What a release needs, checked: a version and its line in the changelog, a clean checkout, all images, a bill of materials for
+# each, digests, a signature that holds, and the wheel at work in an empty environment. Uploading is a person's.
+release:
+	@[ -n '$(KEY)' ] || { echo 'a release is signed: make release KEY=FILE, an SSH key'; exit 1; }
+	@[ -z "$$(git status --porcelain)" ] || { echo 'the checkout has changes that are not committed'; exit 1; }
+	@$(MAKE) -s setup
+	@grep -q "^## $(VERSION) ([0-9-]*)$$" CHANGELOG.md || \
+	  { echo "CHANGELOG.md has no line '## $(VERSION) (YEAR-MONTH-DAY)'"; exit 1; }
+	@$(MAKE) dist
+	@for image in $(IMAGES); do [ -e $(DIST)/promptfed-$$image-$(VERSION).tar.gz ] || \
+	  { echo "no image $$image: a release is made where Docker runs"; exit 1; }; done
+	@cd $(DIST) && sha256sum --quiet -c SHA256SUMS && echo "release@promptfed $$(cut -d' ' -f1,2 '$(abspath $(KEY)).pub')" > .signers && \
+	  ssh-keygen -q -Y verify -f .signers -I release@promptfed -n promptfed -s SHA256SUMS.sig < SHA256SUMS; ok=$$?; rm .signers; exit $$ok
+	@rm -rf build/empty && $(PYTHON) -m venv build/empty && cd build/empty && \
+	  bin/pip install -q --disable-pip-version-check $(abspath $(DIST))/promptfed-$(VERSION)-py3-none-any.whl && \
+	  bin/promptfed --version && bin/promptfed demo --data digits --rounds 2
+	@echo "ready, not uploaded: $(BIN)/twine upload $(DIST)/promptfed-$(VERSION)*.whl $(DIST)/promptfed-$(VERSION).tar.gz"
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

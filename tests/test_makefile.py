@@ -76,3 +76,33 @@ def test_pip_does_what_is_not_handed_on(tmp_path: Path, setting: str) -> None:
 
 def test_pip_takes_over_where_uv_fails(tmp_path: Path) -> None:
     assert set_up(tmp_path, "", UV_FAILS="2")[-2:] == BY_PIP
+
+
+@pytest.mark.parametrize(
+    ("changelog", "key", "dirty", "says"),
+    [
+        ("## 0.4.0 (2026-12-01)\n", "", False, "a release is signed"),
+        ("## 0.4.0 (2026-12-01)\n", "key", True, "changes that are not committed"),
+        ("## 0.4.0 (unreleased)\n", "key", False, "CHANGELOG.md has no line '## 0.4.0 (YEAR-MONTH-DAY)'"),
+        ("## 0.4.0 (2026-12-01)\n", "key", False, "cyclonedx"),  # what is asked first is there: building begins
+    ],
+)
+def test_a_release_ends_at_what_it_lacks(tmp_path: Path, changelog: str, key: str, dirty: bool, says: str) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    files = {"CHANGELOG.md": changelog, "pyproject.toml": "", "constraints.txt": "", ".gitignore": ".venv\nbuild\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (("init", "-q"), ("add", "."), ("commit", "-qm", "all")):
+        subprocess.run([*git, *command], check=True)
+    if dirty:
+        (tmp_path / "more").write_text("")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").write_text("#!/bin/sh\necho 0.4.0\n")
+    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
+    (tmp_path / ".venv" / ".ready").touch()
+    done = subprocess.run(
+        ["make", "release", f"KEY={key}"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode != 0
+    assert says in done.stdout + done.stderr

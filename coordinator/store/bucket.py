@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from promptfed.coordinator.store.database import CannotOpen, one_line
+from promptfed.shared import get_extra
 from promptfed.shared.machine import own_folder
 from promptfed.shared.service.net import is_loopback
 
@@ -57,7 +58,7 @@ class Bucket:
             from obstore.exceptions import BaseError
             from obstore.store import S3Store
         except ImportError:
-            raise CannotOpen("an object store needs its library: pip install 'promptfed[s3]'") from None
+            raise CannotOpen(f"an object store needs its library: {get_extra('s3')}") from None
         self._errors: tuple[type[Exception], ...] = (BaseError, OSError)
         self.place = url
         endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), None)

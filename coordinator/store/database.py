@@ -35,6 +35,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.store.tables import Base
+from promptfed.shared import get_extra
 
 if TYPE_CHECKING:
     from psycopg import Connection as DriverConnection
@@ -194,7 +195,7 @@ class PostgreSQL(Backend):
         try:
             import psycopg
         except ImportError:
-            raise CannotOpen("PostgreSQL needs its driver: pip install 'promptfed[postgres]'") from None
+            raise CannotOpen(f"PostgreSQL needs its driver: {get_extra('postgres')}") from None
         self._driver = psycopg
         self._open: WeakSet[DriverConnection[Any]] = WeakSet()
         self._warned = False

@@ -140,7 +140,7 @@ export class Invite {
       };
       return h("div", { class: "minted" }, field(`Invitation for ${minted.name}, shown only now`, text), h("button", { type: "button", "aria-label": `Copy the invitation for ${minted.name}`, on: { click: copy } }, "Copy"), h("details", {}, h("summary", {}, "Its token alone, for a client's file"), h("input", { readonly: true, value: minted.token, "aria-label": `Token of ${minted.name}` })));
     };
-    const how = h("p", { class: "remark" }, `Send each site its own over a private channel, until ${moment(fresh[0].expires_at)}: whoever has it can join. There, with promptfed installed, the owner of the images runs `, h("code", {}, "promptfed join - --data folder:/path/to/images"), " and pastes it.");
+    const how = h("p", { class: "remark" }, `Send each site its own over a private channel, until ${moment(fresh[0].expires_at)}: whoever has it can join. Send promptfed's wheel too, which `, h("code", {}, "make dist"), " builds. There the owner of the images runs ", h("code", {}, "pip install promptfed-VERSION-py3-none-any.whl"), ", with the file's whole name, then ", h("code", {}, "promptfed join - --data folder:/path/to/images"), ", and pastes it.");
     fill(this.made, h("h3", {}, "To send"), fresh.map(one), how);
     this.made.querySelector("input").focus();
     announce(`${counted(fresh.length, "invitation")} created`);

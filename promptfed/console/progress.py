@@ -23,6 +23,7 @@ from promptfed.console.output import messages, percent, table
 from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.operations import get_federation, reports_after
 from promptfed.sdk.result import Accuracy, FederationResult
+from promptfed.shared import get_extra
 from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.messages import ENDED, Role
@@ -277,7 +278,7 @@ def open_tracker(where: str) -> Iterator[Write]:
         try:
             write = stack.enter_context(TRACKERS[kind](place))
         except ImportError:
-            raise CommandError(f"{kind} is not installed: pip install 'promptfed[{kind}]'", Exit.BAD_INPUT) from None
+            raise CommandError(f"{kind} is not installed: {get_extra(kind)}", Exit.BAD_INPUT) from None
         yield write
 
 

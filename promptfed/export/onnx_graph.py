@@ -24,6 +24,7 @@ from promptfed.client_service.serving.prediction import OneImage, Served
 from promptfed.console.output import write_file
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared import get_extra
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import open_source
 from promptfed.shared.tensors.torch_tensors import state_hash
@@ -32,7 +33,7 @@ OPSET = 17  # of 2022: run by every runtime in use
 TOLERANCE = 1e-5  # of the largest logit, or of 1
 SAMPLES = "symbols:sketch?topic=weather&test_per_class=1"  # embedded images that both must classify alike
 LARGEST = 2_000_000_000  # bytes; an ONNX file is one protocol buffer
-GET_ONNX = "onnx and onnxruntime are needed: pip install 'promptfed[onnx]'"
+GET_ONNX = f"onnx and onnxruntime are needed: {get_extra('onnx')}"
 RESIZING = {
     "shortest": ("shorter side", "center"),
     "longest": ("longer side", "center or pad"),

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
+from promptfed.shared import get_extra
 from promptfed.shared.clip.backbone import FILTERS, Backbone, Halves, Supports, finish
 from promptfed.shared.clip.embedded import EMBEDDED
 from promptfed.shared.clip.errors import BackboneError, near, one_line
@@ -551,7 +552,7 @@ def _config(model: str) -> dict[str, Any]:
     if config["text_cfg"].get("tokenizer_kwargs", {}).get("trust_remote_code"):
         raise BackboneError(f"The tokenizer of {model!r} asks to run code of its own, which is not permitted.")
     if config["text_cfg"].get("hf_model_name") and importlib.util.find_spec("transformers") is None:
-        raise BackboneError(f"The text tower of {model!r} is one of transformers: install promptfed[transformers].")
+        raise BackboneError(f"The text tower of {model!r} is one of transformers: {get_extra('transformers')}.")
     config["vision_cfg"].pop("timm_model_pretrained", None)
     config["text_cfg"].pop("hf_model_pretrained", None)
     return dict(config)

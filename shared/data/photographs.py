@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from promptfed.shared import get_extra
 from promptfed.shared.data.image_files import read_image
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split
@@ -61,7 +62,7 @@ def _cells(options: Options) -> list[tuple[Path, int, str]]:
     """The file of each cell, its grade from 0 to 3, and its kind. Raises DataError."""
     found = find_spec(SOLAR_PACKAGE)
     if found is None or not found.submodule_search_locations:
-        raise DataError(f"{options.uri}: needs the package elpv-dataset: install promptfed[photos].")
+        raise DataError(f"{options.uri}: needs the package elpv-dataset: {get_extra('photos')}.")
     folder = Path(found.submodule_search_locations[0], "data")
     table, cells = folder / "labels.csv", []
     try:

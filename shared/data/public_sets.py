@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from promptfed.shared import get_extra
 from promptfed.shared.data.folder import words_of
 from promptfed.shared.data.options import Options, with_classes
 from promptfed.shared.data.partition import train_test
@@ -211,7 +212,7 @@ def _load_dataset(body: str, options: Options) -> Any:
     try:
         import datasets
     except ImportError:
-        raise DataError(f"{options.uri}: needs the datasets library: install promptfed[hf].") from None
+        raise DataError(f"{options.uri}: needs the datasets library: {get_extra('hf')}.") from None
     folder = Path(body).expanduser()
     if folder.is_absolute():
         refuse_special_files(folder, options.uri)

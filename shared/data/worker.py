@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from PIL import Image
 
-from promptfed.shared import machine
+from promptfed.shared import get_extra, machine
 from promptfed.shared.data.errors import Unreadable
 from promptfed.shared.data.image_files import LARGE, Cut, image_digest, read_image, shrunk
 from promptfed.shared.data.pixels import Scale
@@ -51,7 +51,7 @@ def answer(request: dict[str, Any]) -> tuple[dict[str, Any], Sequence[bytes | me
     except Unreadable as error:
         return {"error": str(error)}, ()
     except ImportError:
-        return {"error": "its reader is not installed; install promptfed[medical]"}, ()
+        return {"error": f"its reader is not installed; {get_extra('medical')}"}, ()
     except MemoryError:
         return {"error": f"it needs more than {MEMORY >> 30} GB of memory"}, ()
     except RecursionError:

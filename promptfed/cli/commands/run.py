@@ -52,6 +52,7 @@ from promptfed.runtime.run_file import RunFile, check_trainers, read_run, with_o
 from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy, FederationResult
+from promptfed.shared import get_extra
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.plain_text import counted
 from promptfed.shared.service.net import bind
@@ -525,7 +526,7 @@ def _draw_scans(sites: tuple[str, ...], folder: Path) -> None:
     try:
         from promptfed.shared.data.medical.phantoms import write_patients
     except ImportError:
-        raise CommandError("DICOM files need pydicom: install promptfed[medical]", Exit.BAD_INPUT) from None
+        raise CommandError(f"DICOM files need pydicom: {get_extra('medical')}", Exit.BAD_INPUT) from None
     for number, site in enumerate(sites):
         write_patients(folder / site, PATIENTS, IMAGES_EACH, number, site)
 

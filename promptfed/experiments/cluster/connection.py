@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared import get_extra
 from promptfed.shared.service.net import is_loopback
 
 OBJECT_STORE_BYTES = 200 << 20  # of a Ray started here: assignments and results are small
@@ -127,7 +128,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise CommandError("ray is not installed: pip install 'promptfed[ray]'", Exit.BAD_INPUT) from None
+        raise CommandError(f"ray is not installed: {get_extra('ray')}", Exit.BAD_INPUT) from None
     return ray
 
 

@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
+from promptfed.shared import get_extra
 from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.folder import (
     SKIP,
@@ -571,7 +572,7 @@ def open_dicom(body: str, options: Options) -> Source:
 
 def _need(module: str, options: Options) -> None:
     if importlib.util.find_spec(module) is None:
-        raise DataError(f"{options.uri}: needs {module}: install promptfed[medical].")
+        raise DataError(f"{options.uri}: needs {module}: {get_extra('medical')}.")
 
 
 def _with_window(options: Options) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from promptfed.cli.commands.run import demo_sites, demo_spec
 from promptfed.cli.main import app
 from promptfed.sdk.client import Exit
+from promptfed.shared import get_extra
 from promptfed.shared.data.demo import DEMOS
 from tests.support.waiting import PATIENCE, wait_for
 
@@ -127,7 +128,7 @@ def test_photographs_that_are_not_installed_are_told_before_anything_starts(monk
     monkeypatch.setattr("promptfed.cli.commands.run.started_services", started := Mock())
     result = CliRunner().invoke(app, ["demo", "--data", "solar"])
     assert (result.exit_code, started.called) == (3, False)
-    assert "needs the package elpv-dataset: install promptfed[photos]." in " ".join(result.stderr.split())
+    assert f"needs the package elpv-dataset: {get_extra('photos')}." in " ".join(result.stderr.split())
 
 
 def test_the_last_line_names_two_others_that_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

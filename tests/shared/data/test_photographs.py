@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from promptfed.shared import get_extra
 from promptfed.shared.data import DataError, Source, open_source
 from promptfed.shared.data.photographs import GRADES, KINDS, STAMPS, caption_of
 
@@ -99,7 +101,8 @@ def test_a_damaged_table_is_named_with_its_line(cells: Path, line: str) -> None:
 
 def test_a_missing_package_is_one_line_that_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("promptfed.shared.data.photographs.find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"^solar: needs the package elpv-dataset: install promptfed\[photos\]\.$"):
+    says = re.escape(f"solar: needs the package elpv-dataset: {get_extra('photos')}.")
+    with pytest.raises(DataError, match=f"^{says}$"):
         open_source("solar")
 
 

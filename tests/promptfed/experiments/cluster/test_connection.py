@@ -23,6 +23,7 @@ from promptfed.experiments.cluster.run import expect_same
 from promptfed.runtime.run_file import read_run
 from promptfed.sdk.backbone import resolve
 from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared import get_extra
 from tests import ROOT
 
 NODES = [Node("192.0.2.1", 4.0, 1.0), Node("192.0.2.2", 2.0, 0.0)]
@@ -48,7 +49,7 @@ def test_what_does_not_fit_is_named_with_what_there_is(count: int, cpus: float, 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(CommandError, match=r"ray is not installed: pip install 'promptfed\[ray\]'"):
+    with pytest.raises(CommandError, match=rf"ray is not installed: {re.escape(get_extra('ray'))}"):
         import_ray()
 
 
