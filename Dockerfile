@@ -42,7 +42,8 @@ COPY promptfed/__init__.py promptfed/
 COPY shared promptfed/shared
 COPY coordinator promptfed/coordinator
 # A coordinator runs no backbone and reads no images: it needs neither weights nor embedded data.
-RUN rm -r promptfed/shared/clip/*/*.safetensors promptfed/shared/data/emoji/embedded && python -m compileall -q promptfed
+RUN rm -r promptfed/shared/clip/*/*.safetensors promptfed/shared/data/embedded promptfed/shared/data/emoji/embedded \
+    && python -m compileall -q promptfed
 
 FROM services AS coordinator
 COPY requirements/coordinator.txt requirements/
@@ -88,6 +89,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     install-locked serve -r requirements/command.txt
 COPY promptfed/__main__.py promptfed/
 COPY coordinator promptfed/coordinator
+COPY promptfed/console promptfed/console
 COPY promptfed/sdk promptfed/sdk
 COPY promptfed/runtime promptfed/runtime
 COPY promptfed/export promptfed/export

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import open_clip
 import torch
@@ -36,6 +37,7 @@ DIGIT_FONTS = (
     "cmss10.ttf",
     "cmtt10.ttf",
 )
+_FONTS = Path(matplotlib.get_data_path(), "fonts", "ttf")
 
 LONGEST_PREFIX = 16
 """The largest number of random tokens before a name: the length of a learned context."""
@@ -224,7 +226,7 @@ def _images(
     fonts = rng.integers(1 << 30, size=len(things))
     glyphs = torch.stack(
         [
-            glyph(_THINGS[t].character, _THINGS[t].fonts[f % len(_THINGS[t].fonts)])
+            glyph(_THINGS[t].character, _FONTS / _THINGS[t].fonts[f % len(_THINGS[t].fonts)])
             for t, f in zip(things, fonts, strict=True)
         ]
     )

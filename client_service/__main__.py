@@ -11,7 +11,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.monitor import EventJsonLines, EventTextLines
 from promptfed.client_service.settings import Settings, make_settings, unread
 from promptfed.client_service.state.site_log import sent_lines
-from promptfed.shared.service.process import given_settings, log_to_stderr
+from promptfed.shared.service.process import given_settings, log_to_stderr, unfit_server
 from promptfed.shared.service.reasons import collect_seldom
 from promptfed.shared.service.streams import as_process
 
@@ -42,6 +42,8 @@ def start(settings: Settings) -> int:
         if settings.sent:
             print("\n".join(sent_lines(settings.state_dir, settings.log_format)))
             return Exit.OK
+        if (unfit := unfit_server()) is not None:
+            raise ClientError(Exit.USAGE, unfit)
     except ClientError as error:
         logging.getLogger("promptfed.client").error("%s", error)
         return error.exit

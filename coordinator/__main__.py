@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from promptfed.coordinator.settings import Settings, unread
-from promptfed.shared.service.process import given_settings
+from promptfed.shared.service.process import given_settings, unfit_server
 from promptfed.shared.service.reasons import collect_seldom, offence
 from promptfed.shared.service.streams import as_process
 
@@ -38,6 +38,9 @@ def start(given: dict[str, Any]) -> int:
         from promptfed.coordinator.resources.results.verification import verify
 
         return verify(settings)
+    if (unfit := unfit_server()) is not None:
+        print(f"coordinator: {unfit}", file=sys.stderr)
+        return 2
     from promptfed.coordinator.server import serve
 
     return serve(settings)

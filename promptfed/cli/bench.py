@@ -255,7 +255,11 @@ def finish(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[TableRow
     write_json(runner.out / "results.json", results)
     lines = [markdown(bench, rows), *measures_table(results.measures)]
     write_file(runner.out / "table.md", ("\n".join(lines) + "\n").encode())
-    plots = [path.name for path in draw(bench, rows, runs, runner.out)]
+    plots: list[str] = []
+    try:
+        plots = [path.name for path in draw(bench, rows, runs, runner.out)]
+    except ModuleNotFoundError:
+        note("No plots, which need matplotlib: pip install 'promptfed[plots]'")
     if not as_json:
         _show(bench, rows)
         say(f"Wrote {', '.join(['results.json', 'table.md', *plots])} in {runner.out}.")

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +26,7 @@ from promptfed.shared.machine import own_folder, user_cache
 SIZE = 48
 """Height and width of a rendered image, in pixels."""
 
+FONT = Path(__file__).with_name("embedded") / "DejaVuSans.ttf"
 _ATLAS = 96
 _GLYPH = 66
 
@@ -134,23 +134,16 @@ def over(background: Tensor, colour: Tensor, alpha: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=512)
-def glyph(character: str, font: str = "DejaVuSans.ttf") -> Tensor:
+def glyph(character: str, font: Path = FONT) -> Tensor:
     """(ATLAS, ATLAS) coverage in [0, 1] of one character, centred, scaled to a common extent."""
-    path = _font_path(font)
-    left, top, right, bottom = ImageFont.truetype(path, 100).getbbox(character)
+    left, top, right, bottom = ImageFont.truetype(font, 100).getbbox(character)
     size = max(8, round(100 * _GLYPH / max(right - left, bottom - top, 1)))
-    face = ImageFont.truetype(path, size)
+    face = ImageFont.truetype(font, size)
     left, top, right, bottom = face.getbbox(character)
     image = Image.new("L", (_ATLAS, _ATLAS), 0)
     position = ((_ATLAS - (right - left)) / 2 - left, (_ATLAS - (bottom - top)) / 2 - top)
     ImageDraw.Draw(image).text(position, character, font=face, fill=255)
     return torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
-
-
-def _font_path(name: str) -> str:
-    matplotlib = find_spec("matplotlib")  # found, not imported, which would take longer than to draw
-    assert matplotlib is not None
-    return str(Path(str(matplotlib.origin)).with_name("mpl-data") / "fonts" / "ttf" / name)
 
 
 def place(glyphs: Tensor, draws: Draws, wobble: float, amount: float = 1.0) -> Tensor:
@@ -452,10 +445,10 @@ def _kept(style: str, codepoints: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 @cache
 def _drawing() -> bytes:
-    """All that pixels depend on besides what is drawn: this file, the font's and the libraries' versions, the CPU."""
-    versions = [f"{name} {version(name)}" for name in ("torch", "numpy", "pillow", "matplotlib")]
+    """All that pixels depend on besides what is drawn: this file, the font, the libraries' versions, the CPU."""
+    versions = [f"{name} {version(name)}" for name in ("torch", "numpy", "pillow")]
     told = "\n".join([*versions, torch.backends.cpu.get_cpu_capability()])
-    return hashlib.sha256(Path(__file__).read_bytes() + told.encode()).digest()
+    return hashlib.sha256(Path(__file__).read_bytes() + FONT.read_bytes() + told.encode()).digest()
 
 
 def _drawn(style: str, codepoints: np.ndarray, keys: np.ndarray) -> np.ndarray:

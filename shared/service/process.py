@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
+from importlib.metadata import version
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -15,6 +16,8 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import Exit
 
+UVICORN = "0.54"
+"""The series whose inner classes `http_connection` extends; requirements/services.txt has the same bounds."""
 ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
@@ -43,6 +46,15 @@ def given_settings(settings: type[BaseSettings], program: str, arguments: list[s
     except SettingsError as error:  # of a list that does not end, for one
         print(f"{program}: {error}", file=sys.stderr)
         sys.exit(Exit.USAGE)
+
+
+def unfit_server() -> str | None:
+    """Why no server can be started with the uvicorn that is installed; None where one can."""
+    major, minor, found = *UVICORN.split("."), version("uvicorn")
+    if found.startswith(f"{UVICORN}."):
+        return None
+    bounds = f"uvicorn>={UVICORN},<{major}.{int(minor) + 1}"
+    return f"uvicorn {found} is installed, whose inner classes are others: pip install '{bounds}'"
 
 
 class JsonLines(logging.Formatter):

@@ -117,6 +117,10 @@ def serve(
 ) -> None:
     """Answer over HTTP with what a federation learned: a page to drop an image on, and POST /v1/predict."""
     from promptfed.cli.scoring import model_of_export
+    from promptfed.shared.service.process import unfit_server
+
+    if (unfit := unfit_server()) is not None:
+        raise CommandError(unfit, Exit.USAGE)
     from promptfed.client_service.exits import ClientError
     from promptfed.client_service.serving.api import create_export_app
     from promptfed.client_service.settings import read_token

@@ -1,19 +1,19 @@
-"""Plots of a bench for a paper: accuracy by round, and few-shot curves."""
+"""Plots of a bench for a paper: accuracy by round, and few-shot curves (``promptfed[plots]``)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from typing import TYPE_CHECKING
 
 from promptfed.experiments.bench.protocols import FewShot
 from promptfed.experiments.bench.runner import Bench, BenchRun
 from promptfed.experiments.bench.tables import TableRow
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart; line styles help in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A00")
@@ -26,6 +26,9 @@ def draw(bench: Bench, rows: Sequence[TableRow], runs: Sequence[BenchRun], out: 
 
     Accuracy by round needs evaluations between the first and the last round (``evaluation.every``). It is the mean over
     all trainers' own test images; evaluators have a plot of their own.
+
+    Raises:
+        ModuleNotFoundError: there is something to draw, and matplotlib is not installed.
     """
     figures: dict[str, Figure] = {}
     if isinstance(bench.protocol, FewShot):
@@ -41,6 +44,9 @@ def draw(bench: Bench, rows: Sequence[TableRow], runs: Sequence[BenchRun], out: 
 
 
 def _axes(x: str, y: str) -> tuple[Figure, Axes]:
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(4.5, 3.2))
         axes = figure.add_subplot()
@@ -93,6 +99,8 @@ def _by_round(bench: Bench, runs: Sequence[BenchRun], role: str) -> dict[str, di
 
 def _rounds(curves: Mapping[str, Mapping[int, Sequence[float]]], role: str) -> Figure:
     """Accuracy over rounds: the mean, and its deviation over seeds and trials."""
+    from matplotlib.ticker import MaxNLocator
+
     whose = "clients' own test images" if role == "trainer" else "unseen domains"
     figure, axes = _axes("round", f"accuracy (%), {whose}")
     for number, (label, points) in enumerate(curves.items()):

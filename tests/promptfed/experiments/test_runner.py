@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,16 @@ def test_a_claim_that_is_killed_while_it_writes_leaves_a_folder_that_can_be_read
 def test_accuracy_by_round_is_drawn(tmp_path: Path) -> None:
     assert bench(tmp_path, methods="promptfl:m=2:rounds=3")[0] == 0
     assert (tmp_path / "rounds-trainers.png").exists()
+
+
+def test_a_bench_without_matplotlib_is_whole_but_for_its_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, stdout, stderr = bench(tmp_path, methods="promptfl:m=2:rounds=3")
+    assert code == 0
+    assert "No plots, which need matplotlib: pip install 'promptfed[plots]'\n" in stderr
+    assert f"Wrote results.json, table.md in {tmp_path}." in " ".join(stdout.split())
+    assert not list(tmp_path.glob("*.png"))
 
 
 def document(finished: tuple[Path, dict[str, Any]]) -> dict[str, Any]:

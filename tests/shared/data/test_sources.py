@@ -431,12 +431,6 @@ def test_names_and_glyphs_are_distinct_and_plain() -> None:
     assert likeness.max() < 0.95
 
 
-def test_the_library_that_has_the_font_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "matplotlib", raising=False)
-    assert torch.equal(symbols.glyph.__wrapped__("a"), symbols.glyph("a"))
-    assert "matplotlib" not in sys.modules
-
-
 @pytest.mark.parametrize("trouble", ["none", "damaged", "cut", "a folder", "read-only", "no home"])
 def test_kept_pictures_are_those_drawn(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever has become of the cache, which is only ever a shorter way to the same pixels."""
