@@ -58,6 +58,9 @@ MEANINGS = {
 }  # fmt: skip
 
 
+RANGES = "`whole 1–64` is a whole number from 1 to 64, `>0–1` a number above 0 and up to 1."
+
+
 def table(head: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
 
@@ -79,8 +82,9 @@ def spec() -> str:
     return (
         "# The spec of a federation\n\n"
         "A spec is YAML for the command and JSON for the API. Unknown keys are refused. What you leave out takes the "
-        "method's default where it has one (`promptfed methods NAME`), else the default below. A run file is a spec "
-        "with a list `clients` beside it ([run files](../guides/deploy.md#run-files)).\n" + sections
+        f"method's default where it has one (`promptfed methods NAME`), else the default below. {RANGES} "
+        "A run file is a spec with a list `clients` beside it ([run files](../guides/deploy.md#run-files)).\n"
+        + sections
     )
 
 
@@ -133,21 +137,16 @@ def _values(field: dict[str, Any], models: dict[str, Any]) -> str:
 
 
 def in_words(schema: dict[str, Any]) -> str:
-    """The values that a JSON schema allows, in words."""
+    """The values that a JSON schema allows, in words; ``RANGES`` explains them."""
     if "anyOf" in schema:
         return ", or ".join(in_words(choice) for choice in schema["anyOf"])
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
-    kind = {
-        "integer": "whole number",
-        "number": "number",
-        "boolean": "`true`, `false`",
-        "null": "nothing",
-        "object": "mapping",
-    }.get(schema.get("type", ""), "text")
-    bounds = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
-    limits = [f"{word} {schema[key]:g}" for key, word in bounds.items() if key in schema]
-    return " ".join([kind, *limits])
+    kind = {"integer": "whole", "number": "", "boolean": "`true`, `false`", "null": "nothing", "object": "mapping"}
+    low = [f"{sign}{schema[key]:g}" for key, sign in (("minimum", ""), ("exclusiveMinimum", ">")) if key in schema]
+    high = [f"{sign}{schema[key]:g}" for key, sign in (("maximum", ""), ("exclusiveMaximum", "<")) if key in schema]
+    limits = "–".join(low + high) if high else f"≥{low[0]}".replace("≥>", ">") if low else ""
+    return " ".join(filter(None, [kind.get(schema.get("type", ""), "text"), limits])) or "number"
 
 
 def shown_value(value: Any) -> str:
@@ -159,19 +158,34 @@ def shown_value(value: Any) -> str:
 
 
 def options() -> str:
-    """The options of all methods as one table; what several have alike is one row."""
-    rows: dict[tuple[str, ...], list[str]] = {}
+    """The options of all methods as one table: a row an option, in it each meaning with its defaults and methods."""
+    rows: dict[str, dict[str, dict[str, list[str]]]] = {}
     for name in sorted(METHODS):
         for key, field in METHODS[name].Hyper.model_json_schema()["properties"].items():
-            default = code(shown_value(field.get("default")))
-            row = (f"`{key}`", default, _values(field, {}), cell(field.get("description")))
-            rows.setdefault(row, []).append(f"`{name}`")
-    told = [[*row, "all" if len(names) == len(METHODS) else ", ".join(names)] for row, names in sorted(rows.items())]
+            default = code(shown_value(field.get("default"))) or "`none`"
+            may_be = "" if field.get("type") == "boolean" else f" of {_values(field, {})}"
+            meanings = rows.setdefault(key, {}).setdefault(cell(field.get("description")), {})
+            meanings.setdefault(default + may_be, []).append(name)
+    told = [
+        [f"`{key}`", "<br>".join(_told(meaning, values) for meaning, values in meanings.items())]
+        for key, meanings in sorted(rows.items())
+    ]
     return (
-        "# Options of methods\n\nThey stand beside `name` under `method` in a [spec](spec.md).\n\n"
-        + table(["option", "default", "may be", "meaning", "of"], told)
-        + "\n"
+        "# Options of methods\n\nThey stand beside `name` under `method` in a [spec](spec.md). In brackets are "
+        f"methods, default and what it may be. {RANGES}\n\n" + table(["option", "meaning"], told) + "\n"
     )
+
+
+def _told(meaning: str, values: dict[str, list[str]]) -> str:
+    return f"{meaning} ({'; '.join(f'{_named(names)}: {shown}' for shown, names in values.items())})"
+
+
+def _named(names: list[str]) -> str:
+    """Methods by name, or those that are missing where these are more."""
+    others = [f"`{name}`" for name in sorted(METHODS) if name not in names]
+    if len(names) <= len(others):
+        return ", ".join(f"`{name}`" for name in names)
+    return f"all but {', '.join(others)}" if others else "all"
 
 
 def pages() -> dict[Path, str]:
