@@ -71,8 +71,10 @@ def test_containers_die_and_the_result_is_that_of_processes(tmp_path: Path) -> N
     assert in_processes.returncode == Exit.OK, errors
     plain = json.loads(out)
     assert (contained["runtime"], plain["runtime"]) == ("docker", "process")
-    for key in ("state_hash", "federated", "zero_shot", "bytes_up"):
+    for key in ("state_hash", "federated", "zero_shot"):
         assert contained[key] == plain[key], key
+    # An update's header tells in text how long its training took, and is filled up to whole words of 8 bytes.
+    assert abs(contained["bytes_up"] - plain["bytes_up"]) <= 8 * 25 * 2  # of two trainers
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
