@@ -51,6 +51,7 @@ from promptfed.experiments.bench.tables import (
     rows_of,
 )
 from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared import get_extra
 from promptfed.shared.plain_text import listed
 from promptfed.shared.spec.spec import AllowedBackbones
 
@@ -259,7 +260,7 @@ def finish(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[TableRow
     try:
         plots = [path.name for path in draw(bench, rows, runs, runner.out)]
     except ModuleNotFoundError:
-        note("No plots, which need matplotlib: pip install 'promptfed[plots]'")
+        note(f"No plots, which need matplotlib: {get_extra('plots')}")
     if not as_json:
         _show(bench, rows)
         say(f"Wrote {', '.join(['results.json', 'table.md', *plots])} in {runner.out}.")

@@ -22,6 +22,7 @@ from promptfed.experiments.bench.runner import BENCH_FILE, Bench, BenchRun, Runn
 from promptfed.experiments.bench.tables import TableRow, cell, markdown, rows_of, scores_of
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy
+from promptfed.shared import get_extra
 from promptfed.shared.data import open_source
 from promptfed.shared.metrics import calibration_error
 from promptfed.shared.spec.spec import FederationSpec
@@ -336,7 +337,7 @@ def test_a_bench_without_matplotlib_is_whole_but_for_its_plots(tmp_path: Path, m
         monkeypatch.setitem(sys.modules, name, None)
     code, stdout, stderr = bench(tmp_path, methods="promptfl:m=2:rounds=3")
     assert code == 0
-    assert "No plots, which need matplotlib: pip install 'promptfed[plots]'\n" in stderr
+    assert f"No plots, which need matplotlib: {get_extra('plots')}\n" in stderr
     assert f"Wrote results.json, table.md in {tmp_path}." in " ".join(stdout.split())
     assert not list(tmp_path.glob("*.png"))
 

@@ -54,7 +54,7 @@ def test_a_federation_runs_where_nothing_can_plot(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(
         "name: a\nmethod: {name: promptfl, m: 2}\nrounds: 1\n"
-        "clients: [{name: b, data: 'digits?shots=2'}, {name: c, data: 'digits?domain=inverted&shots=2'}]\n"
+        "clients: [{name: b, data: 'symbols:chalk?topic=weather&per_class=2&test_per_class=1'}]\n"
     )
     absent = f"import sys; sys.modules.update(dict.fromkeys({PLOTTING}))\n"
     arguments = [sys.executable, "-c", absent + RUN, str(run)]
