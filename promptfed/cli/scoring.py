@@ -102,7 +102,7 @@ def model_of_federation(
         CommandError: the coordinator refuses, or nobody names classes.
     """
     result = api.run(take(federation, round))
-    return AdaptedModel.of(result), _expect_names(class_names or class_names_of(result))
+    return AdaptedModel.of(result.facts, result.state), _expect_names(class_names or class_names_of(result))
 
 
 def _expect_names(names: tuple[str, ...] | None) -> tuple[str, ...]:

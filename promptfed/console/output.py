@@ -252,4 +252,4 @@ def _classes(result: FederationResult) -> list[int]:
     spec = result.federation.spec
     if spec.class_names is not None and spec.method.get("label_space") != "client":
         return [len(spec.class_names)]
-    return [client.num_classes for client in result.clients if client.role == "trainer"]
+    return [client.num_classes for client in result.facts.participants if client.role == "trainer"]

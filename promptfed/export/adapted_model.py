@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -17,8 +16,7 @@ from promptfed.client_service.training.data import LocalSplit
 from promptfed.console.output import class_names as split_names
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.api.api_schemas import ClientView
-from promptfed.shared.api.export_card import TEMPLATE, Card, Participant, classes_of
+from promptfed.shared.api.export_card import TEMPLATE, Facts, classes_of
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data.pixels import Scale
@@ -44,7 +42,7 @@ from promptfed.shared.methods.core.several_labels import (
 )
 from promptfed.shared.methods.core.tower import Merges, checkpoint_of
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
+from promptfed.shared.spec.spec import BackboneShape, SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors, method_part
 
@@ -66,18 +64,12 @@ class AdaptedModel:
     greys: tuple[Scale, ...] = ()
 
     @classmethod
-    def of(cls, result: FederationResult) -> AdaptedModel:
-        """Build the model from a coordinator's answers."""
-        spec, known = result.federation.spec, result.federation.backbone
-        backbone = spec.backbone.model_copy(update={"fingerprint": known.fingerprint, "shape": known.shape})
-        domains = tuple(client.domain for client in result.clients if client.role == "trainer" and client.domain)
-        terms = _terms(spec, backbone=backbone, template=spec.template or TEMPLATE)
-        return cls(terms, result.round, domains, method_part(result.state), _greys(result.clients))
-
-    @classmethod
-    def of_card(cls, card: Card, state: Tensors) -> AdaptedModel:
-        """Build the model from the card of an export and its state."""
-        return cls(_terms(card), card.round, tuple(card.domains), state, _greys(card.participants))
+    def of(cls, facts: Facts, state: Tensors) -> AdaptedModel:
+        """Build the model from a state and what its coordinator, or the card of an export, says of it."""
+        fields = ("method", "training", "backbone", "template", "rounds", "seed")
+        terms = TrainingTerms(class_names=None, **{name: getattr(facts, name) for name in fields})
+        greys = {client.grey for client in facts.participants if client.role == "trainer" and client.grey}
+        return cls(terms, facts.round, tuple(facts.domains), method_part(state), tuple(sorted(greys)))
 
     def make_method(self) -> Method:
         """The method with its hyperparameters. Raises CommandError if this promptfed does not have the method."""
@@ -176,16 +168,6 @@ class AdaptedModel:
                 none, lambda: features, lambda rows: features[rows], lambda: features, lambda rows: features[rows]
             ),
         )
-
-
-def _greys(clients: Sequence[ClientView | Participant]) -> tuple[Scale, ...]:
-    return tuple(sorted({client.grey for client in clients if client.role == "trainer" and client.grey}))
-
-
-def _terms(given: FederationSpec | Card, **known: Any) -> TrainingTerms:
-    """The training terms that a classifier reads; ``known`` replaces fields."""
-    fields = ("method", "training", "backbone", "template", "rounds", "seed")
-    return TrainingTerms(class_names=None, **({name: getattr(given, name) for name in fields} | known))
 
 
 class Tempered:

@@ -6,25 +6,20 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from promptfed.console.output import console, messages, print_json, size
-from promptfed.export.adapted_model import AdaptedModel, class_names_of, weights_of
-from promptfed.export.model_card import (
-    Contents,
-    backbone_files,
-    card_of,
-    carries_backbone,
-    described,
-    markdown,
-    snippet,
-)
+from promptfed.export.adapted_model import AdaptedModel, weights_of
+from promptfed.export.model_card import backbone_files, carries_backbone, described, markdown, snippet, version
 from promptfed.sdk.backbone import open_backbone
 from promptfed.sdk.client import CommandError, Coordinator, Exit
-from promptfed.sdk.operations import sign_card, take
+from promptfed.sdk.operations import get_card, sign_card
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.export_card import (
+    GIVEN_NAMES,
     JSON_FILE,
     MARKDOWN_FILE,
     MERGED_FILE,
@@ -32,16 +27,21 @@ from promptfed.shared.api.export_card import (
     STATE_FILE,
     WEIGHTS_FILE,
     Card,
+    CardFile,
+    Facts,
+    Made,
+    Use,
+    classes_of,
 )
 from promptfed.shared.clip import Backbone
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
-from promptfed.shared.tensors.torch_tensors import encode
+from promptfed.shared.tensors.torch_tensors import encode, state_hash
 
 TRIES = 3  # attempts to get a card signed while its federation goes on
 DIFFERS = "export-differs"
-UNSIGNED = ("wrong-role", "not-found", "method-not-allowed")  # the caller is a viewer, or the coordinator is older
+UNSIGNED = ("wrong-role",)  # the caller is a viewer
 
 
 @dataclass(frozen=True)
@@ -77,19 +77,17 @@ def export(
         CommandError: the folder, the class names or the backbone cannot be used, or the coordinator refuses the card.
     """
     check_new(out)
-    model = AdaptedModel.of(result)
+    facts, model = result.facts, AdaptedModel.of(result.facts, result.state)
+    if facts.hashes.state != state_hash(model.state):
+        text = f"the coordinator's card of {facts.federation.name} is of another state: export it again"
+        raise CommandError(text, Exit.FAILED)
     contents = _contents(result, model, options, backbone)
     for left in reversed(range(TRIES)):
-        card = card_of(result, model, contents, options.anonymous)
-        text = markdown(card, snippet(model.terms.backbone, contents.weights) if contents.weights is not None else None)
-        files = {**card.files, MARKDOWN_FILE: described(text.encode(), None)}
-        card = card.model_copy(update={"files": dict(sorted(files.items()))})
-        body = (json.dumps(card.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n").encode()
-        written = {**contents.files, MARKDOWN_FILE: text.encode(), JSON_FILE: body}
+        card, written = contents.with_card(facts.numbered() if options.anonymous else facts)
         if coordinator is None:
             break
         try:
-            signed = coordinator.send(sign_card(result.federation.id, result.round, body)).view
+            signed = coordinator.send(sign_card(facts.federation.id, facts.round, written[JSON_FILE])).view
             written[SIGNATURE_FILE] = f"{signed.signature}\n".encode()
             break
         except CommandError as error:
@@ -99,16 +97,45 @@ def export(
                 break
             if error.kind != DIFFERS or not left:
                 raise
-        result = coordinator.run(take(result.federation.id, result.round))  # the federation went on in the meantime
+        facts = coordinator.send(get_card(facts.federation.id, facts.round)).view  # the federation went on meanwhile
     _write(written, out)
     return card
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents of an export besides its card: the files, and the code that classifies with the class weights."""
+
+    class_names: list[str] | None
+    class_names_from: str | None
+    use: Use
+    snippet: str | None
+    files: dict[str, bytes]
+    listed: dict[str, CardFile]
+
+    def with_card(self, facts: Facts) -> tuple[Card, dict[str, bytes]]:
+        """The card, and all files with it."""
+        card = Card(
+            **dict(facts),
+            class_names=self.class_names,
+            class_names_from=self.class_names_from,
+            use=self.use,
+            files=self.listed,
+            made=Made(at=datetime.now(UTC).isoformat(timespec="seconds"), promptfed=version()),
+        )
+        text = markdown(card, self.snippet).encode()
+        card.files = dict(sorted({**self.listed, MARKDOWN_FILE: described(text, None)}.items()))
+        body = (json.dumps(card.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n").encode()
+        return card, {**self.files, MARKDOWN_FILE: text, JSON_FILE: body}
 
 
 def _contents(
     result: FederationResult, model: AdaptedModel, options: ExportOptions, backbone: Backbone | None
 ) -> Contents:
     """All files except the card."""
-    names = options.class_names or class_names_of(result)
+    names, source = classes_of(result.federation)
+    if options.class_names:
+        names, source = list(options.class_names), GIVEN_NAMES
     why_none, weights = _why_no_weights(model, names), None
     files = {STATE_FILE: result.body if len(model.state) == len(result.state) else encode(model.state)}
     if why_none is None and names is not None:
@@ -122,11 +149,15 @@ def _contents(
     if options.merged:
         backbone = backbone or open_backbone_of(model, options.allow_backbone)
         files[MERGED_FILE] = encode(model.merged(backbone, names or ()))
-    given = options.class_names is not None
-    return Contents(names, given, model.state, weights, why_none, model.missing() is None, files)
+    tensors = {STATE_FILE: model.state, WEIGHTS_FILE: weights}
+    listed = {name: described(body, tensors.get(name)) for name, body in sorted(files.items())}
+    alone = model.missing() is None and names is not None
+    use = Use(open_clip=weights is not None, promptfed=alone, why_not_open_clip=why_none)
+    code = snippet(model.terms.backbone, weights) if weights is not None else None
+    return Contents(names, source, use, code, files, listed)
 
 
-def _why_no_weights(model: AdaptedModel, names: tuple[str, ...] | None) -> str | None:
+def _why_no_weights(model: AdaptedModel, names: Sequence[str] | None) -> str | None:
     reason = model.missing()
     if reason is None and names is None:
         return "the federation names no classes, each client used its own: export again with --classes or --data"

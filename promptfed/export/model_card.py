@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
@@ -18,13 +16,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from promptfed.console.output import percent, size
-from promptfed.export.adapted_model import AdaptedModel
-from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,
     BACKBONE_FOLDER,
     BACKBONE_WEIGHTS,
-    GIVEN_NAMES,
     JSON_FILE,
     MERGED_FILE,
     STATE_FILE,
@@ -32,16 +27,10 @@ from promptfed.shared.api.export_card import (
     Accuracies,
     Card,
     CardFile,
-    Hashes,
-    Made,
     Participant,
     PrivacySummary,
     SumsSummary,
     TensorShape,
-    Use,
-    classes_of,
-    facts_of,
-    spec_hash,
 )
 from promptfed.shared.clip import Backbone
 from promptfed.shared.clip.embedded import EMBEDDED
@@ -51,7 +40,7 @@ from promptfed.shared.plain_text import counted, markdown_cell, markdown_code
 from promptfed.shared.plain_text import markdown as plain_markdown
 from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_tensors import encode, state_hash
+from promptfed.shared.tensors.torch_tensors import encode
 
 MOST_CLASSES = 12  # clients that are named individually
 WHAT = {
@@ -71,47 +60,6 @@ FURTHER = {"majority": "majority", "auroc": "AUROC", "macro_f1": "macro-F1", "ec
 def version() -> str:
     """The version of this promptfed."""
     return metadata.version("promptfed")
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The contents of an export besides its card: files by name, and the tensors of the safetensors files.
-
-    ``given``: the class names are not those of the spec. ``weights`` are for plain open_clip code
-    (`adapted_model.weights_of`); ``why_none`` gives the reason if there are none. ``alone``: whether
-    `promptfed predict` can classify with the export.
-    """
-
-    class_names: tuple[str, ...] | None
-    given: bool
-    state: Tensors
-    weights: Tensors | None
-    why_none: str | None
-    alone: bool
-    files: dict[str, bytes]
-
-
-def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, anonymous: bool) -> Card:
-    """The card of ``result``. With ``anonymous`` clients are numbered instead of named."""
-    kind = METHODS[model.terms.method["name"]]
-    tensors = {STATE_FILE: contents.state, WEIGHTS_FILE: contents.weights}
-    hashes = Hashes(
-        state=state_hash(model.state), backbone=model.terms.backbone.fingerprint, spec=spec_hash(result.status["spec"])
-    )
-    about = kind.summary, kind.paper
-    facts = facts_of(result.federation, result.clients, result.tally, hashes, about, result.round, anonymous)
-    return Card(
-        **dict(facts),
-        class_names=list(contents.class_names) if contents.class_names else None,
-        class_names_from=GIVEN_NAMES if contents.given else classes_of(result.federation)[1],
-        use=Use(
-            open_clip=contents.weights is not None,
-            promptfed=contents.alone and contents.class_names is not None,
-            why_not_open_clip=contents.why_none,
-        ),
-        files={name: described(body, tensors.get(name)) for name, body in sorted(contents.files.items())},
-        made=Made(at=datetime.now(UTC).isoformat(timespec="seconds"), promptfed=version()),
-    )
 
 
 def described(body: bytes, tensors: Tensors | None) -> CardFile:

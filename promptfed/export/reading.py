@@ -58,7 +58,7 @@ class OpenedExport:
     @property
     def model(self) -> AdaptedModel:
         """The adapted model of the export."""
-        return AdaptedModel.of_card(self.card, self.state)
+        return AdaptedModel.of(self.card, self.state)
 
 
 def open_export(folder: Path, key: str | None = None, whole: bool = False) -> OpenedExport:

@@ -191,7 +191,7 @@ class Result:
 
     @cached_property
     def _model(self) -> AdaptedModel:
-        return AdaptedModel.of(self.taken)
+        return AdaptedModel.of(self.taken.facts, self.taken.state)
 
     def _loaded(self) -> Backbone:
         if self.backbone is None:

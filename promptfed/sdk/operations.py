@@ -15,6 +15,7 @@ from promptfed.sdk.result import FederationResult
 from promptfed.shared.api import api_schemas, report_schemas
 from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.api.api_schemas import PrivacyView
+from promptfed.shared.api.export_card import Facts
 from promptfed.shared.api.report_schemas import ReplayReport
 from promptfed.shared.spec.spec import FederationSpec
 
@@ -173,6 +174,11 @@ def replay(federation: str, round: int) -> Request[ReplayReport]:
     return Request("POST", path, ReplayReport, {"timeout": REPLAY_SECONDS})
 
 
+def get_card(federation: str, round: int) -> Request[Facts]:
+    """What the coordinator knows of the result after ``round``, as an export's card has it."""
+    return Request("GET", f"{FEDERATIONS}/{federation}/rounds/{round}/card", Facts)
+
+
 def sign_card(federation: str, round: int, card: bytes) -> Request[api_schemas.CardSignature]:
     """Let the coordinator sign ``card``, the bytes of an export's ``card.json``, if it agrees with the records."""
     options = {"content": card, "headers": {"Content-Type": "application/json"}, "timeout": REPLAY_SECONDS}
@@ -202,15 +208,9 @@ def take(federation: str, round: int | None = None) -> Operation[FederationResul
     state = yield from _one(get_prompts(federation, round))
     state_hash = state.headers["etag"].strip('"')
     _check(state.body, state_hash)
-    clients = yield from list_clients(federation)
-    return FederationResult(
-        status=so_far.status,
-        reports=[report for report in reports if report["round"] <= round],
-        clients=clients_of(clients),
-        round=round,
-        body=state.body,
-        state_hash=state_hash,
-    )
+    facts = yield from _one(get_card(federation, round))
+    known = [report for report in reports if report["round"] <= round]
+    return FederationResult(so_far.status, known, facts.json, round, state.body, state_hash)
 
 
 def clients_of(pages: list[Answer[schemas.ClientPage]]) -> list[schemas.ClientView]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from promptfed.sdk.client import parse
-from promptfed.shared.api.api_schemas import ClientView, FederationView
-from promptfed.shared.api.export_card import PrivacySummary, SumsSummary, Tally
+from promptfed.shared.api.api_schemas import FederationView
+from promptfed.shared.api.export_card import Facts
 from promptfed.shared.api.report_schemas import ClientEvaluation, RoundReport
 from promptfed.shared.metrics import Outcomes
 
@@ -47,7 +47,8 @@ class FederationResult:
 
     ``status`` is the answer of ``GET /v1/federations/{id}`` and ``reports`` (by round, from 0) those of
     ``GET .../rounds``. Both are kept unparsed, since reports can have megabytes. ``body`` is the global state as
-    safetensors and ``state_hash`` its hash; they and ``clients`` are empty if only accuracies were requested.
+    safetensors, ``state_hash`` its hash and ``card`` the answer of ``GET .../card``; they are empty if only accuracies
+    were requested.
 
     Only simulations set the rest. ``wall_seconds`` is the time from the start of the first round to the end and
     ``setup_seconds`` the time before it (data, features, enrolment). ``outcomes`` holds all clients' last answers on
@@ -56,7 +57,7 @@ class FederationResult:
 
     status: dict[str, Any]
     reports: list[dict[str, Any]]
-    clients: Sequence[ClientView] = ()
+    card: Mapping[str, Any] = field(default_factory=dict)
     round: int = 0
     body: bytes = b""
     state_hash: str = ""
@@ -76,6 +77,11 @@ class FederationResult:
         return parse(FederationView, self.status)
 
     @cached_property
+    def facts(self) -> Facts:
+        """What the coordinator knows of the result: who took part, accuracies, the cost of privacy."""
+        return parse(Facts, self.card)
+
+    @cached_property
     def state(self) -> Tensors:
         """The global state by name."""
         from promptfed.shared.tensors.torch_tensors import decode
@@ -86,19 +92,6 @@ class FederationResult:
     def round_reports(self) -> list[RoundReport]:
         """The reports as models."""
         return [parse(RoundReport, report) for report in self.reports]
-
-    @cached_property
-    def tally(self) -> Tally:
-        """The totals of the reports."""
-        return Tally(self.round_reports)
-
-    def sums(self) -> SumsSummary | None:
-        """The secure sums; None if updates were sent without masks."""
-        return self.tally.sums(self.federation)
-
-    def privacy(self) -> PrivacySummary | None:
-        """The privacy cost of training, as `Tally.privacy` counts it; None if nothing was protected."""
-        return self.tally.privacy(self.federation)
 
     @property
     def bytes_up(self) -> int:
@@ -143,8 +136,6 @@ def _accuracies(report: Mapping[str, Any]) -> Iterator[Accuracy]:
     for client, raw in sorted(_measured(report).items()):
         evaluation = parse(ClientEvaluation, raw)
         for split, result in sorted(evaluation.splits.items()):
-            plain = split.partition("@")[0]  # the split of an additional classifier is reported as split@variant
-            zero_shot = evaluation.zero_shot.get(plain)
             yield Accuracy(
                 round=report["round"],
                 client=client,
@@ -152,7 +143,7 @@ def _accuracies(report: Mapping[str, Any]) -> Iterator[Accuracy]:
                 domain=evaluation.domain,
                 split=split,
                 accuracy=result.accuracy,
-                zero_shot=zero_shot.accuracy if zero_shot else None,
+                zero_shot=evaluation.template_accuracy(split),
                 num_samples=result.num_samples,
                 **result.figures(),
             )

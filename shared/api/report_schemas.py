@@ -190,6 +190,11 @@ class ClientEvaluation(BaseModel):
     privacy: SpentCounts | None = left_out(default=None, description="of accuracies that are noisy counts")
     received_at: datetime
 
+    def template_accuracy(self, split: str) -> float | None:
+        """The zero-shot accuracy on a test set; that of a further classifier is reported as ``split@variant``."""
+        result = self.zero_shot.get(split.partition("@")[0])
+        return result.accuracy if result is not None else None
+
 
 class EvaluationReport(StageReport):
     """The evaluation of a round's state; means are over the clients of a role, each counting once.

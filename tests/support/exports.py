@@ -95,7 +95,8 @@ def finished_result(server: InThread, method: str) -> FederationResult:
 def with_state(found: FederationResult, **tensors: torch.Tensor) -> FederationResult:
     """The same federation, with other tensors in its state."""
     state: Tensors = decode(found.body)[0] | tensors
-    return replace(found, body=encode(state), state_hash=state_hash(state))
+    card = found.card | {"hashes": found.card["hashes"] | {"state": state_hash(state)}}
+    return replace(found, body=encode(state), state_hash=state_hash(state), card=card)
 
 
 def picture() -> Image.Image:

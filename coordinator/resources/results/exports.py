@@ -1,9 +1,7 @@
-"""Facts of an export's card, from the database and the stored state, and checks of a card against them."""
+"""Checks of an export's card against the facts that the coordinator knows."""
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,12 +9,7 @@ from pydantic import ValidationError
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.resources.clients.views import client_view
-from promptfed.coordinator.resources.federations.views import federation_view
-from promptfed.coordinator.resources.results.rounds import round_report, rounds, state_of
-from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.tables import ClientRow
-from promptfed.shared.api.api_schemas import ClientView, FederationView
+from promptfed.coordinator.resources.results.facts import Known, known_of
 from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,
     BACKBONE_WEIGHTS,
@@ -28,67 +21,13 @@ from promptfed.shared.api.export_card import (
     Card,
     CardFile,
     Facts,
-    Hashes,
-    Tally,
-    TensorShape,
     classes_of,
-    facts_of,
-    spec_hash,
 )
 from promptfed.shared.canonical import parse_json
-from promptfed.shared.methods import METHODS
 from promptfed.shared.spec.spec import SpecError
-from promptfed.shared.tensors import Arrays, decode_place, encode, method_part, state_hash
 
 SHOWN = 200  # letters of a value that a refusal names
 Differences = dict[str, str]  # explanations by place in the card
-
-
-@dataclass(frozen=True)
-class Known:
-    """The coordinator's data on the result after ``round``; ``state``: its file in an export."""
-
-    view: FederationView
-    clients: list[ClientView]
-    tally: Tally
-    round: int
-    state_hash: str
-    state: CardFile
-
-    def facts(self, anonymous: bool = False) -> Facts:
-        """The facts of its card."""
-        spec = self.view.model_dump(mode="json")["spec"]
-        hashes = Hashes(state=self.state_hash, backbone=self.view.backbone.fingerprint, spec=spec_hash(spec))
-        method = METHODS[self.view.spec.method["name"]]
-        about = method.summary, method.paper
-        return facts_of(self.view, self.clients, self.tally, hashes, about, self.round, anonymous)
-
-
-def known_of(registry: Registry, federation: Federation, round: int) -> Known:
-    """The coordinator's data on the result after ``round``. Raises NoState."""
-    registry.last_seen.flush_if_possible()
-    with registry.database.read() as session:
-        stored = state_of(session, federation, round)
-        view = federation_view(session, federation)
-        clients = [client_view(row) for row in session.scalars(queries.clients(federation.id).order_by(ClientRow.name))]
-        begun = (number for number in rounds(session, federation.id) if number <= round)
-        tally = Tally(round_report(session, federation, number) for number in begun)
-    place = registry.blobs.place(stored.sha256)
-    whole, _ = decode_place(place)
-    state = method_part(whole)
-    file = _described(state)
-    if len(state) == len(whole):  # exported byte for byte
-        size = len(place) if isinstance(place, bytes) else place.stat().st_size
-        file = file.model_copy(update={"bytes": size, "sha256": stored.sha256.removeprefix("sha256:")})
-    return Known(view, clients, tally, round, state_hash(state), file)
-
-
-def _described(tensors: Arrays) -> CardFile:
-    body = encode(tensors)
-    shapes = {
-        name: TensorShape(shape=list(tensor.shape), dtype=tensor.dtype.name) for name, tensor in sorted(tensors.items())
-    }
-    return CardFile(bytes=len(body), sha256=hashlib.sha256(body).hexdigest(), tensors=shapes)
 
 
 def check_card(registry: Registry, federation: Federation, round: int, body: bytes) -> None:
@@ -123,8 +62,8 @@ def _parsed(body: bytes) -> Card:
 
 
 def _differences(card: Card, known: Known) -> Differences:
-    named, numbered = known.facts(), known.facts(anonymous=True)
-    facts = numbered if card.participants == numbered.participants else named
+    numbered = known.facts.numbered()
+    facts = numbered if card.participants == numbered.participants else known.facts
     told = {name: (getattr(card, name), getattr(facts, name)) for name in Facts.model_fields}
     return {
         name: f"it is {_short(ours)}, not {_short(theirs)}" for name, (theirs, ours) in told.items() if theirs != ours

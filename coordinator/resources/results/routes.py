@@ -35,7 +35,8 @@ from promptfed.coordinator.http.deps import (
 from promptfed.coordinator.http.tensors import TENSORS_TYPE, tensors_at
 from promptfed.coordinator.resources.federations import views
 from promptfed.coordinator.resources.results import rounds, verification
-from promptfed.coordinator.resources.results.exports import check_card, known_of
+from promptfed.coordinator.resources.results.exports import check_card
+from promptfed.coordinator.resources.results.facts import known_of
 from promptfed.coordinator.store.database import DatabaseAway
 from promptfed.coordinator.store.tables import EventRow
 from promptfed.shared.api.api_schemas import (
@@ -155,7 +156,7 @@ async def _body(request: Request, _: Operated) -> bytes:
 @router.get("/rounds/{round}/card", responses=deps.for_callers(problems.NoState))
 def get_card(registry: RegistryOf, federation: Viewed, round: Round) -> Facts:
     """The facts of an export's card: everything except classes, files and their use."""
-    return known_of(registry, federation, round).facts()
+    return known_of(registry, federation, round).facts
 
 
 @router.post(

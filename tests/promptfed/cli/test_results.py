@@ -368,7 +368,7 @@ def test_an_export_says_what_protects_it(tmp_path: Path) -> None:
     }  # fmt: skip
     sites = [Site(f"site-{number}", DATA.format(number)) for number in range(2)]
     result = simulate(spec, sites, backbone=backbone, features=FeatureCache(tmp_path / "features"))
-    summary = result.privacy()
+    summary = result.facts.privacy
     assert summary is not None
     assert (summary.clients, summary.noise, summary.noise_multiplier, summary.rounds_counted) == (2, "seeded", 4.0, 1)
     names = open_source(DATA.format(0), "trainer").class_names

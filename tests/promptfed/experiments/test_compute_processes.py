@@ -233,7 +233,7 @@ def test_a_simulation_repeats_and_says_that_its_noise_guarantees_nothing(tmp_pat
     assert one.state_hash == two.state_hash
     other = simulate(PRIVATE | {"seed": 1}, SITES, backbone=backbone, features=features)
     assert other.state_hash != one.state_hash
-    found = one.privacy()
+    found = one.facts.privacy
     assert found is not None
     assert (found.level, found.unit, found.noise, found.clients) == ("client", "client", "seeded", 3)
     assert found.epsilon_max == one.federation.privacy.epsilon_planned

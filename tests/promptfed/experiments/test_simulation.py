@@ -142,7 +142,7 @@ def test_an_interrupted_run_goes_on_to_the_same_state(
     assert again.state_hash == whole.state_hash
     assert [one["state_hash"] for one in again.reports] == [one["state_hash"] for one in whole.reports]
     assert again.final() == whole.final()
-    assert again.tally.spent == whole.tally.spent
+    assert again.facts.privacy == whole.facts.privacy
 
 
 def failed_by(cause: OSError) -> CommandError:
@@ -502,10 +502,10 @@ def test_noise_for_records_gives_the_state_of_noise_in_clear(backbone: Backbone,
     clear, summed = run(), run(secure_aggregation={"threshold": 0.7})
     for name, tensor in clear.state.items():
         assert (summed.state[name] - tensor).abs().max() < 1e-6, name
-    spent, told = clear.privacy(), summed.privacy()
+    spent, told = clear.facts.privacy, summed.facts.privacy
     assert told == spent
     assert (told.clients, told.noise, told.rounds_counted) == (4, "seeded", 1)
-    assert summed.sums().smallest_sum == 4
+    assert summed.facts.secure_aggregation.smallest_sum == 4
     assert all(phase.updates == [] for report in summed.round_reports for phase in report.phases)
 
 

@@ -79,7 +79,7 @@ def export(result: FederationResult, folder: Path, options: ExportOptions, backb
 
 
 def ours(found: FederationResult, backbone: Backbone) -> dict[str, Any]:
-    model = AdaptedModel.of(found)
+    model = AdaptedModel.of(found.facts, found.state)
     return predictor_of(model.serve(backbone, NAMES)).predict(png())
 
 
@@ -219,8 +219,8 @@ def test_without_class_names_state_alone_is_exported(coordinator: InThread, back
 def test_the_code_asks_open_clip_for_the_very_backbone(
     coordinator: InThread, model: str, pretrained: str | None, arguments: str
 ) -> None:
-    learned = AdaptedModel.of(exports.finished_result(coordinator, "promptfl"))
-    backbone = learned.terms.backbone.model_copy(update={"model": model, "pretrained": pretrained})
+    found = exports.finished_result(coordinator, "promptfl")
+    backbone = found.facts.backbone.model_copy(update={"model": model, "pretrained": pretrained})
     code = snippet(backbone, {"class_weights": torch.zeros(4, 96)})
     assert f"create_model_and_transforms({arguments})" in code
     compile(code, "card.md", "exec")
@@ -242,7 +242,7 @@ def test_a_damaged_export_is_refused(coordinator: InThread, backbone: Backbone, 
 
 def test_another_backbone_is_refused(coordinator: InThread, backbone: Backbone) -> None:
     found = exports.finished_result(coordinator, "promptfl")
-    found.federation.backbone.fingerprint = "sha256:" + "0" * 64
+    found.facts.backbone.fingerprint = "sha256:" + "0" * 64
     with pytest.raises(CommandError, match="the backbone here is"):
         ours(found, backbone)
 
@@ -303,10 +303,10 @@ def test_a_method_that_is_not_installed_is_told_with_its_remedy(
     assert done.exit_code == Exit.FAILED
     assert "there is no method 'elsewhere'" in done.stderr
     assert done.stderr.endswith(f"{remedy}\n")
-    found.federation.spec.method["name"] = "elsewhere"
+    found.facts.method["name"] = "elsewhere"
     with pytest.raises(CommandError, match=f"{remedy}$"):
         export(found, tmp_path / "other", ExportOptions(), backbone)
-    found.federation.spec.method.update(name="promptfl", unheard="of")
+    found.facts.method.update(name="promptfl", unheard="of")
     with pytest.raises(CommandError, match=r"unheard: unknown key$"):
         export(found, tmp_path / "other", ExportOptions(), backbone)
 

@@ -95,7 +95,7 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any
         except CommandError as error:
             return ("refused", str(error))
         answers = [(one.client, one.split, one.confidence, one.predicted) for one in result.outcomes]
-        return result.state_hash, _timeless(result.reports), answers, remarks(result), repr(result.privacy())
+        return result.state_hash, _timeless(result.reports), answers, remarks(result), repr(result.facts.privacy)
 
     return run
 

@@ -1,4 +1,4 @@
-"""The facts of a card: the coordinator has the same as whoever takes the result, and the arithmetic is right."""
+"""The facts of a card: whoever takes the result has the coordinator's, and the arithmetic is right."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import take
-from promptfed.shared.api.export_card import Facts, Hashes, facts_of, spec_hash
-from promptfed.shared.methods import METHODS
+from promptfed.shared.api.export_card import Facts
 from promptfed.shared.tensors import method_part
 from promptfed.shared.tensors.torch_tensors import state_hash
 from promptfed.testing.clients import drive
@@ -21,14 +20,13 @@ def told(coordinator: InThread, federation: str, round: int) -> Facts:
 
 
 def taken(coordinator: InThread, federation: str, round: int) -> Facts:
-    """As `promptfed export` makes them of the coordinator's other answers."""
+    """As `promptfed export` takes them; their hash is of the state that comes beside them."""
     token = coordinator.operator["Authorization"].split()[1]
     with Coordinator(coordinator.url, token) as api:
         found = api.run(take(federation, round))
-    state = state_hash(method_part(found.state))
-    hashes = Hashes(state=state, backbone=found.federation.backbone.fingerprint, spec=spec_hash(found.spec))
-    kind = METHODS[found.federation.spec.method["name"]]
-    return facts_of(found.federation, found.clients, found.tally, hashes, (kind.summary, kind.paper), round)
+    assert found.facts.hashes.state == state_hash(method_part(found.state))
+    assert found.facts.hashes.backbone == found.federation.backbone.fingerprint
+    return found.facts
 
 
 @pytest.mark.parametrize(
@@ -58,6 +56,8 @@ def test_the_coordinator_knows_what_an_exporter_finds(coordinator_with: Make, ch
         assert [one.name for one in facts.participants] == ["a", "b", "referee"]
         assert [one.updates_counted for one in facts.participants] == [round, round, 0]
         assert facts.accuracy.round == round
+        means = {"adapted": 0.5, "zero_shot": 0.25}  # as every scripted client answers
+        assert facts.accuracy.mean == {"trainer": means, "evaluator": means}
         reports = [coordinator.get(f"{federation}/rounds/{number}") for number in range(round + 1)]
         assert facts.bytes.up == sum(report["bytes_up"] for report in reports)
         assert (facts.privacy is not None) == ("privacy" in changes)
