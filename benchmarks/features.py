@@ -33,12 +33,12 @@ from PIL import Image
 from benchmarks.harness import in_own_process, machine, parser, write
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
-from promptfed.sdk.backbone import open_backbone
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.caches import batch_size
 from promptfed.shared.data import open_source
 from promptfed.shared.data.image_files import READERS
 from promptfed.shared.machine import processors
+from promptfed.shared.methods.core.spec_backbone import open_backbone
 from promptfed.shared.spec.spec import BackboneSpec
 
 Precision = Literal["fp32", "fp16", "bf16"]

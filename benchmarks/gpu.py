@@ -57,15 +57,15 @@ from promptfed.experiments.simulation.preparation import prepare
 from promptfed.experiments.simulation.run_folder import RunFolder
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import LocalFederation, Processes, Site
-from promptfed.sdk.backbone import open_backbone
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, shape_of
 from promptfed.shared.clip.towers.text import PromptTokenizer
 from promptfed.shared.data import open_source
 from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.errors import Failed, PromptfedError
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface import ServerContext
+from promptfed.shared.methods.core.spec_backbone import open_backbone
 from promptfed.shared.metrics import Outcomes
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneSpec
@@ -284,8 +284,8 @@ def _play(assignment: Assignment, limit: Limit | None, answers: Any) -> None:
         limit.apply()
     try:
         answers.put(work(assignment))
-    except CommandError as error:
-        answers.put((str(error), error.exit))
+    except PromptfedError as error:
+        answers.put(error)
 
 
 @dataclass
@@ -307,16 +307,16 @@ class SpawnedCrews:
             self._processes.append(process)
 
     def check(self) -> None:
-        """CommandError if a process has failed or died."""
+        """PromptfedError if a process has failed or died."""
         while self._processes and not self._answers.empty():
             self._take(self._answers.get())
         dead = [process for process in self._processes if process.exitcode not in (None, 0)]
         if dead:
-            raise CommandError(f"a crew's process ended with {dead[0].exitcode}", Exit.FAILED)
+            raise Failed(f"a crew's process ended with {dead[0].exitcode}")
 
     def _take(self, answer: Any) -> None:
-        if isinstance(answer, tuple):
-            raise CommandError(*answer)
+        if isinstance(answer, PromptfedError):
+            raise answer
         self._outcomes += answer
         self._answered += 1
 
@@ -375,7 +375,7 @@ def conducted(
     """Run or continue a federation in ``folder``; its result, and the largest device memory in MiB (None on a CPU).
 
     Raises:
-        CommandError: the federation did not finish.
+        PromptfedError: the federation did not finish.
     """
     wanted, initial, _ = prepare(spec, sites, 1, None, allow_backbone=False)
     spawned = SpawnedCrews(limit)
@@ -476,7 +476,7 @@ class Part:
         else:
             try:
                 outcome = measure()
-            except (CommandError, RuntimeError, ValueError) as error:
+            except (PromptfedError, RuntimeError, ValueError) as error:
                 outcome = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         self.figures[name] = outcome
         append(self.out, {"part": self.name, "case": name} | outcome)
@@ -713,7 +713,7 @@ def memory(part: Part) -> None:
                 figures["distance_on_a_small_device"] = distance(small.state, wanted.state)
             try:
                 conducted(spec, sites, 1, part.device, folder / "none", none)
-            except CommandError as error:
+            except PromptfedError as error:
                 failure = str(error)
             else:
                 return {"failed": "nothing failed without memory", **figures}

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from promptfed.export.verification import Verification, verify_export
     from promptfed.library.result import Prediction, Result
     from promptfed.library.run import Connection, Federation, connect, run
-    from promptfed.sdk.client import CommandError
     from promptfed.sdk.result import Accuracy
     from promptfed.shared.clip import load_backbone
+    from promptfed.shared.errors import CommandError, PromptfedError
 
 # A checkout without symbolic links (a zip archive, Windows) has text files instead of the links beside this file. There
 # the three folders are found in the root of the repository.
@@ -34,10 +34,11 @@ if not (_HERE / "shared").is_dir() and (_HERE.parent / "shared" / "__init__.py")
 
 _WHERE = {
     "Accuracy": "promptfed.sdk.result",
-    "CommandError": "promptfed.sdk.client",
+    "CommandError": "promptfed.shared.errors",
     "Connection": "promptfed.library.run",
     "Federation": "promptfed.library.run",
     "Prediction": "promptfed.library.result",
+    "PromptfedError": "promptfed.shared.errors",
     "Result": "promptfed.library.result",
     "Verification": "promptfed.export.verification",
     "connect": "promptfed.library.run",
@@ -53,6 +54,7 @@ __all__ = [
     "Connection",
     "Federation",
     "Prediction",
+    "PromptfedError",
     "Result",
     "Verification",
     "connect",

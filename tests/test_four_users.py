@@ -34,7 +34,8 @@ from promptfed.cli.main import app
 from promptfed.cli.scoring import model_of_export
 from promptfed.client_service.serving.api import create_export_app
 from promptfed.export.adapted_model import predictor_of
-from promptfed.sdk.client import CA_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE, Exit
+from promptfed.sdk.client import CA_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
+from promptfed.shared.service.reasons import Exit
 from tests import ROOT
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread

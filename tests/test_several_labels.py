@@ -95,7 +95,7 @@ def test_scores_of_two_sites_are_pooled(export: Path, tmp_path: Path) -> None:
 
 
 def test_data_of_the_other_kind_are_refused(export: Path, tmp_path: Path) -> None:
-    with pytest.raises(promptfed.CommandError, match=r"is for any number of labels per image, and .* has one label"):
+    with pytest.raises(promptfed.PromptfedError, match=r"is for any number of labels per image, and .* has one label"):
         promptfed.run("promptfl", {"one": "emoji:flat"}, **spec())
     outcome = CliRunner().invoke(app, ["score", str(export), "emoji:flat", "--out", str(tmp_path / "x")])
     assert outcome.exit_code != 0

@@ -21,17 +21,33 @@ from typer.core import TyperGroup
 
 from promptfed.client_service.exits import ClientError
 from promptfed.console.output import commit, messages
-from promptfed.runtime.processes import ProcessFailed
-from promptfed.sdk.client import CommandError, Exit
-from promptfed.shared.data import DataError
+from promptfed.shared.errors import (
+    BadInput,
+    EndedBadly,
+    Failed,
+    Misused,
+    NotAllowed,
+    PromptfedError,
+    Refused,
+    Unreachable,
+    offences,
+)
 from promptfed.shared.plain_text import plain
-from promptfed.shared.service.reasons import of_surroundings, offence
+from promptfed.shared.service.reasons import Exit, of_surroundings, offence
 from promptfed.shared.spec.section import RELEASE, VERSION
 from promptfed.shared.spec.spec import SpecError
 
 Section = Literal["Try and simulate", "Operate federations", "Take part with own data", "Use a result"]
 SECTIONS: tuple[str, ...] = get_args(Section)
-EXPECTED = (CommandError, ClientError, ProcessFailed, DataError, SpecError)  # errors of one line, without a traceback
+CODES: dict[type[PromptfedError], Exit] = {
+    BadInput: Exit.BAD_INPUT,
+    EndedBadly: Exit.FEDERATION_ENDED_BADLY,
+    Failed: Exit.FAILED,
+    Misused: Exit.USAGE,
+    NotAllowed: Exit.NOT_ALLOWED,
+    Refused: Exit.REFUSED,
+    Unreachable: Exit.UNREACHABLE,
+}
 
 
 @dataclass(frozen=True)
@@ -122,14 +138,21 @@ def written(context: typer.Context) -> Set[str]:
 
 
 def _expect_filled(context: typer.Context | None, given: Mapping[str, Any]) -> None:
-    """Raise CommandError for an empty text on the command line: it would pass for an option that is not given."""
+    """Raise PromptfedError for an empty text on the command line: it would pass for an option that is not given."""
     if context is None:  # called as a function
         return
     spelt = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     for name in sorted(written(context)):
         texts = given[name] if isinstance(given[name], list) else [given[name]]
         if "" in texts:
-            raise CommandError(f"{spelt[name]} is empty: give a value, or leave it out", Exit.USAGE)
+            raise Misused(f"{spelt[name]} is empty: give a value, or leave it out")
+
+
+def exit_code(error: PromptfedError | ClientError) -> Exit:
+    """What the command ends with after ``error``."""
+    if isinstance(error, ClientError):
+        return error.exit
+    return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), Exit.FAILED)
 
 
 @contextmanager
@@ -137,11 +160,10 @@ def reporting_errors() -> Iterator[None]:
     """Turn an expected error, or one of the surroundings, into one line on stderr and its code, and Ctrl-C into 130."""
     try:
         yield
-    except EXPECTED as error:
-        text = escape(plain(error, keep="\n"))
-        messages.print(f"promptfed: {text}", soft_wrap=True, highlight=False)
-        own: Exit | None = getattr(error, "exit", None)
-        raise typer.Exit(own or (Exit.FAILED if isinstance(error, ProcessFailed) else Exit.BAD_INPUT)) from None
+    except (PromptfedError, ClientError) as error:
+        text = plain(offences(error.errors) if isinstance(error, SpecError) else error, keep="\n")
+        messages.print(f"promptfed: {escape(text)}", soft_wrap=True, highlight=False)
+        raise typer.Exit(exit_code(error)) from None
     except Exception as error:
         reason = of_surroundings(error)
         if reason is None:

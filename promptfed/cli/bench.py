@@ -50,8 +50,8 @@ from promptfed.experiments.bench.tables import (
     measures_table,
     rows_of,
 )
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared import get_extra
+from promptfed.shared.errors import BadInput, PromptfedError
 from promptfed.shared.plain_text import listed
 from promptfed.shared.spec.spec import AllowedBackbones
 
@@ -114,10 +114,10 @@ def run_bench(
     """Run a bench; ``written`` are the parameters that the command line gives.
 
     Raises:
-        CommandError: what is wrong with options or data.
+        PromptfedError: what is wrong with options or data.
     """
     if options.out is None:
-        raise CommandError(f"bench {protocol} needs a folder for its results: give --out", Exit.BAD_INPUT)
+        raise BadInput(f"bench {protocol} needs a folder for its results: give --out")
     setting = setting_of(options)
     refuse_unused(protocol, setting, written)
     runner = Runner(options.out, options.pool, options.device, allow_backbone, options.new_data)
@@ -137,7 +137,7 @@ def setting_of(options: BenchOptions) -> Setting:
     """The setting of a protocol that the options describe.
 
     Raises:
-        CommandError: ``--curve`` is no list of numbers.
+        PromptfedError: ``--curve`` is no list of numbers.
     """
     lists = {
         "data": tuple(options.data or ()),
@@ -150,18 +150,18 @@ def setting_of(options: BenchOptions) -> Setting:
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """The names in ``a,b``; none in an empty text. Raises CommandError."""
+    """The names in ``a,b``; none in an empty text. Raises PromptfedError."""
     try:
         return tuple(listed(text)) if text.strip() else ()
     except ValueError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
+        raise BadInput(str(error)) from None
 
 
 def refuse_unused(protocol: str, setting: Setting, written: Set[str]) -> None:
     """Refuse options of the command line that would change nothing.
 
     Raises:
-        CommandError: there are such options.
+        PromptfedError: there are such options.
     """
     if protocol in SUITES:
         unused, reason = written - _SUITE, "its panels set the rest"
@@ -188,14 +188,14 @@ def make_bench(
     """The bench that the command line describes.
 
     Raises:
-        CommandError: an unknown protocol or method, seeds that are no numbers, a spec file that cannot be read.
+        PromptfedError: an unknown protocol or method, seeds that are no numbers, a spec file that cannot be read.
     """
     if protocol not in PROTOCOLS:
         near = get_close_matches(protocol, [*PROTOCOLS, *preset_names()], n=3) or [*PROTOCOLS, "a preset, paper:NAME"]
-        raise CommandError(f"there is no protocol {protocol!r}: use one of {', '.join(near)}", Exit.BAD_INPUT)
+        raise BadInput(f"there is no protocol {protocol!r}: use one of {', '.join(near)}")
     numbers = whole_numbers(seeds, "--seeds")
     if not setting.data:
-        raise CommandError("no data is given: write --data symbols:neon", Exit.BAD_INPUT)
+        raise BadInput("no data is given: write --data symbols:neon")
     _check(protocol, setting)
     base = _base(spec, rounds)
     return Bench(PROTOCOLS[protocol], parse_entries(methods), setting, numbers, base, m, evaluations=EVALUATIONS)
@@ -211,13 +211,13 @@ def _check(protocol: str, setting: Setting) -> None:
         ours |= {"validation"} if setting.validation is not None else set()
         if named & ours:
             text = f"--data {uri}: bench {protocol} sets {min(named & ours)} itself; leave it out of the URI"
-            raise CommandError(text, Exit.BAD_INPUT)
+            raise BadInput(text)
     for option, names in (("--domains", setting.domains), ("--targets", setting.targets), ("--data", setting.data)):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise CommandError(f"{option}: {twice[0]} is given twice; leave one out", Exit.BAD_INPUT)
+            raise BadInput(f"{option}: {twice[0]} is given twice; leave one out")
     if min(setting.curve) < 1:
-        raise CommandError("--curve: the numbers of shots must be at least 1", Exit.BAD_INPUT)
+        raise BadInput("--curve: the numbers of shots must be at least 1")
 
 
 class BenchResults(BaseModel):
@@ -239,7 +239,7 @@ def finish(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[TableRow
     ``paper`` are rows that a paper prints, shown behind ours of the same label.
 
     Raises:
-        CommandError: a federation that cannot be run; what was finished is kept and not run again.
+        PromptfedError: a federation that cannot be run; what was finished is kept and not run again.
     """
     runs = run_shown(bench, runner)
     rows = interleaved(rows_of(bench, runs), paper)
@@ -271,7 +271,7 @@ def run_suite(suite: str, runner: Runner, reduced: bool, seeds: str | None, as_j
     """Run a suite of `SUITES`, a folder for each preset.
 
     Raises:
-        CommandError: as `finish`.
+        PromptfedError: as `finish`.
     """
     numbers = whole_numbers(seeds, "--seeds") if seeds else REDUCED_SEEDS if reduced else SEEDS
     made = {}
@@ -298,7 +298,7 @@ def run_preset(
     """Run a paper's table with its settings, a folder for each panel; ``spec`` and ``rounds`` change them.
 
     Raises:
-        CommandError: there is no such preset, or its data is not where it is looked for.
+        PromptfedError: there is no such preset, or its data is not where it is looked for.
     """
     preset, numbers = read_preset(name), whole_numbers(seeds, "--seeds")
     changes = _base(spec, rounds)
@@ -309,10 +309,10 @@ def run_preset(
         bench = preset.bench(numbers, panel=panel, root=root, changes=changes)
         try:
             results = finish(bench, own, as_json, preset.figures(panel))
-        except CommandError as error:
+        except PromptfedError as error:
             if Path(root).is_dir() and not any(text in str(error) for text in MISSING):
                 raise
-            raise CommandError(f"{error} ({preset.wanted(root)})", error.exit) from None
+            raise error.saying(f"{error} ({preset.wanted(root)})") from None
         if as_json:
             print_json(results.model_dump(exclude={"runs"}))
     if preset.notes and not as_json:
@@ -322,7 +322,7 @@ def run_preset(
 def _base(spec: Path | None, rounds: int | None) -> RawSpec:
     base = read_spec(spec) if spec is not None else {}
     if "method" in base:
-        raise CommandError(f"{spec} names a method: leave it out, --methods names them", Exit.BAD_INPUT)
+        raise BadInput(f"{spec} names a method: leave it out, --methods names them")
     if "seed" in base:
-        raise CommandError(f"{spec} names a seed: leave it out, --seeds names them", Exit.BAD_INPUT)
+        raise BadInput(f"{spec} names a seed: leave it out, --seeds names them")
     return base if rounds is None else base | {"rounds": rounds}

@@ -17,16 +17,10 @@ from rich.markup import escape
 
 from promptfed.cli.app import Made, written
 from promptfed.console.output import messages
-from promptfed.sdk.client import (
-    DEFAULT_URL,
-    TOKEN_VARIABLE,
-    URL_VARIABLE,
-    CommandError,
-    Coordinator,
-    Exit,
-    open_coordinator,
-)
+from promptfed.sdk.client import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABLE, Coordinator, open_coordinator
+from promptfed.shared.errors import BadInput
 from promptfed.shared.plain_text import plain
+from promptfed.shared.service.reasons import Exit
 
 KEY_VARIABLE = "PROMPTFED_SIGNING_KEY"
 
@@ -80,7 +74,7 @@ class Access:
     token_file: TokenFile = None
 
     def open(self) -> Coordinator:
-        """The coordinator. Raises CommandError without an operator token."""
+        """The coordinator. Raises PromptfedError without an operator token."""
         return open_coordinator(self.coordinator, self.token_file)
 
 
@@ -127,11 +121,11 @@ def refuse(unused: Set[str], reason: str, prefix: str = "") -> None:
     """Refuse options, given by the names of their parameters, that would change nothing.
 
     Raises:
-        CommandError: there are any.
+        PromptfedError: there are any.
     """
     if unused:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
-        raise CommandError(f"{prefix}{options}: {reason}", Exit.BAD_INPUT)
+        raise BadInput(f"{prefix}{options}: {reason}")
 
 
 def at_terminal() -> bool:
@@ -143,14 +137,14 @@ def confirm(consequence: str, yes: bool) -> None:
     """Ask at the terminal whether to go on with something that cannot be undone; ``yes`` answers beforehand.
 
     Raises:
-        CommandError: there is no terminal to ask at.
+        PromptfedError: there is no terminal to ask at.
         typer.Exit: the answer is no, with exit code 13.
     """
     if yes:
         return
     if not at_terminal():
         text = f"{consequence} Nobody is at a terminal to be asked: give --yes to confirm"
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)
     messages.print(f"{escape(plain(consequence))} Go on? [y/N] ", end="", highlight=False, soft_wrap=True, markup=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         messages.print("Nothing was done.", highlight=False)

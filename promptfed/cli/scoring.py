@@ -31,13 +31,14 @@ from promptfed.console.output import console, new_folder, note, percent, print_j
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of
 from promptfed.export.export import open_backbone_of
 from promptfed.export.reading import open_export, read_export
-from promptfed.sdk.client import CommandError, Coordinator, Exit
+from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import take
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import Source, Split, open_source
 from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.image_files import conversion_of, read_image
 from promptfed.shared.data.pixels import Unfaithful
+from promptfed.shared.errors import BadInput, PromptfedError
 from promptfed.shared.metrics import (
     BINS,
     POOLED,
@@ -87,7 +88,7 @@ def model_of_export(
     With a coordinator's public ``key``, the export must have its signature.
 
     Raises:
-        CommandError: it is no export, the key has not signed it, or nobody names classes.
+        PromptfedError: it is no export, the key has not signed it, or nobody names classes.
     """
     model, own = read_export(folder, key)
     return model, _expect_names(class_names or own or otherwise)
@@ -99,7 +100,7 @@ def model_of_federation(
     """The same as `model_of_export` for a federation at a coordinator.
 
     Raises:
-        CommandError: the coordinator refuses, or nobody names classes.
+        PromptfedError: the coordinator refuses, or nobody names classes.
     """
     result = api.run(take(federation, round))
     return AdaptedModel.of(result.facts, result.state), _expect_names(class_names or class_names_of(result))
@@ -107,7 +108,7 @@ def model_of_federation(
 
 def _expect_names(names: tuple[str, ...] | None) -> tuple[str, ...]:
     if names is None:
-        raise CommandError(NO_NAMES, Exit.BAD_INPUT)
+        raise BadInput(NO_NAMES)
     return names
 
 
@@ -124,14 +125,14 @@ def predict_folder(
     A file that cannot be read is named on stderr and left out.
 
     Raises:
-        CommandError: there is no image, or a backbone, class name or file that cannot be used.
+        PromptfedError: there is no image, or a backbone, class name or file that cannot be used.
     """
     model.check_alone()
     paths = sorted(
         path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and not _is_hidden(path, folder)
     )
     if not paths:
-        raise CommandError(f"{folder} holds no image ({', '.join(sorted(SUFFIXES))})", Exit.BAD_INPUT)
+        raise BadInput(f"{folder} holds no image ({', '.join(sorted(SUFFIXES))})")
     predictor = predictor_of(model.serve(open_backbone_of(model, allow_backbone), names, temperature))
     text, unread = io.StringIO(newline=""), 0
     writer = csv.writer(text, lineterminator="\n")
@@ -142,14 +143,14 @@ def predict_folder(
     for path in paths:
         try:
             answer = _predict(predictor, path, _read(path))
-        except CommandError as error:
+        except PromptfedError as error:
             note(error)
             unread += 1
             continue
         told = _presences(answer, names) if several else [*_best(answer, "probability"), *_best(answer, "zero_shot")]
         writer.writerow([path.relative_to(folder), *told])
     if unread == len(paths):
-        raise CommandError(f"none of the {unread} images in {folder} can be read", Exit.BAD_INPUT)
+        raise BadInput(f"none of the {unread} images in {folder} can be read")
     if out is None:
         sys.stdout.write(text.getvalue())
         return
@@ -198,7 +199,7 @@ def predict(
     """Classify ``images`` and print the ``top`` classes of each.
 
     Raises:
-        CommandError: an image, backbone or class name that cannot be used, or a result that classifies nothing.
+        PromptfedError: an image, backbone or class name that cannot be used, or a result that classifies nothing.
     """
     model.check_alone()
     contents = [_read(path) for path in images]
@@ -218,7 +219,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CommandError(f"cannot read {path}: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"cannot read {path}: {why(error)}") from None
 
 
 def _predict(predictor: Predictor, path: Path, content: bytes) -> dict[str, Any]:
@@ -226,9 +227,9 @@ def _predict(predictor: Predictor, path: Path, content: bytes) -> dict[str, Any]
         return predictor.predict(content)
     except BadImage as error:
         unfaithful = isinstance(error.__cause__, Unfaithful)
-        raise CommandError(f"{path}: {error}" if unfaithful else _why_unreadable(path), Exit.BAD_INPUT) from None
+        raise BadInput(f"{path}: {error}" if unfaithful else _why_unreadable(path)) from None
     except TooManyPixels as error:
-        raise CommandError(f"{path}: {error}", Exit.BAD_INPUT) from None
+        raise BadInput(f"{path}: {error}") from None
 
 
 def _why_unreadable(path: Path) -> str:
@@ -369,7 +370,7 @@ def run_score(
     have trained on are left out. ``fit_on``: data on whose training images a temperature is fitted first.
 
     Raises:
-        CommandError, DataError: the export, the data or the backbone cannot be used, or the data have classes that the
+        PromptfedError: the export, the data or the backbone cannot be used, or the data have classes that the
             export does not choose among.
     """
     opened = open_export(export, key)
@@ -419,7 +420,7 @@ def _untrained(source: Source, federation: str, state_dirs: Sequence[Path]) -> t
     """The source without the test images that clients have trained on, and how many these are; None: unknown.
 
     Raises:
-        CommandError: a folder has no record of training images, or no image is left.
+        PromptfedError: a folder has no record of training images, or no image is left.
     """
     known: set[str] = set()
     folders = [*state_dirs] or folders_of(federation)
@@ -427,9 +428,9 @@ def _untrained(source: Source, federation: str, state_dirs: Sequence[Path]) -> t
         try:
             own = read_trained(folder)
         except (OSError, UnicodeDecodeError) as error:
-            raise CommandError(f"{folder} cannot be read: {why(error)}", Exit.BAD_INPUT) from None
+            raise BadInput(f"{folder} cannot be read: {why(error)}") from None
         if own is None:
-            raise CommandError(f"{folder} records no training images: give a client's --state-dir", Exit.BAD_INPUT)
+            raise BadInput(f"{folder} records no training images: give a client's --state-dir")
         known |= own
     if not folders:
         note("Whether training has seen some of these images is not known: no client's folder is here (--state-dir).")
@@ -438,7 +439,7 @@ def _untrained(source: Source, federation: str, state_dirs: Sequence[Path]) -> t
     seen = len(source.test) - len(left)
     if not left:
         text = f"all {seen} images of {source.uri} were trained on: give images that were not"
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)
     of_all = f"{seen or 'None'} of the {counted(len(source.test), 'image')} of {source.uri}"
     note(f"{of_all} {'was' if seen < 2 else 'were'} trained on{' and left out' if seen else ''}.")
     return replace(source, test=source.test.select(torch.tensor(left))), seen
@@ -451,7 +452,7 @@ def _digest(images: Split) -> str:
 
 def _temperature(served: Served, split: LocalSplit, uri: str) -> float:
     if served.several_labels or split.labels.ndim == 2 or not len(split.labels):
-        raise CommandError(f"--fit-on takes training images with one label each, and {uri} has none", Exit.BAD_INPUT)
+        raise BadInput(f"--fit-on takes training images with one label each, and {uri} has none")
     logits = torch.cat(list(logits_of(served.classifier, split, lambda: False)))
     return round(fitted_temperature(split.labels.numpy(), logits.cpu().numpy()), 4)
 
@@ -461,14 +462,14 @@ def _expect_known(classes: Sequence[str], names: Sequence[str], uri: str) -> Non
     if unknown:
         text = f"the export does not choose among the classes {shortened(unknown)} of {uri}"
         remedy = f"leave them out with only=NAME,NAME{beside_known(unknown, names)}"
-        raise CommandError(f"{text}: {remedy}", Exit.BAD_INPUT)
+        raise BadInput(f"{text}: {remedy}")
 
 
 def _expect_kind(served: Served, labels: Tensor, uri: str) -> None:
     if served.several_labels != (labels.ndim == 2):
         one, many = "one label per image", "any number of labels per image"
         here, there = (one, many) if served.several_labels else (many, one)
-        raise CommandError(f"the export is for {there}, and {uri} has {here}", Exit.BAD_INPUT)
+        raise BadInput(f"the export is for {there}, and {uri} has {here}")
 
 
 def _show(figures: ScoreFigures, uri: str) -> None:

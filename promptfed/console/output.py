@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api import report_schemas as shared
+from promptfed.shared.errors import BadInput, PromptfedError
 from promptfed.shared.methods.core.default_backbone import data_in
 from promptfed.shared.plain_text import listed, plain
 from promptfed.shared.service.reasons import of_surroundings, why
@@ -125,26 +125,26 @@ def class_names(text: str) -> list[str]:
     """The class names in ``a, b, c``.
 
     Raises:
-        CommandError: there is no name, or a name occurs twice.
+        PromptfedError: there is no name, or a name occurs twice.
     """
     try:
         return check_class_names(listed(text))
     except ValueError as error:
-        raise CommandError(f"--classes {error}", Exit.BAD_INPUT) from None
+        raise BadInput(f"--classes {error}") from None
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     """Parse distinct whole numbers from 0, separated by commas.
 
     Raises:
-        CommandError: the text of ``option`` has another form.
+        PromptfedError: the text of ``option`` has another form.
     """
     try:
         numbers = tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise CommandError(f"{option} {text!r}: write whole numbers separated by commas", Exit.BAD_INPUT) from None
+        raise BadInput(f"{option} {text!r}: write whole numbers separated by commas") from None
     if len(set(numbers)) < len(numbers) or min(numbers) < 0:
-        raise CommandError(f"{option} {text!r}: the numbers must be different and not below 0", Exit.BAD_INPUT)
+        raise BadInput(f"{option} {text!r}: the numbers must be different and not below 0")
     return numbers
 
 
@@ -152,7 +152,7 @@ def read_spec(path: Path) -> dict[str, Any]:
     """Read the unresolved spec in a YAML or JSON file.
 
     Raises:
-        CommandError: the file cannot be read, is not YAML, or does not hold a mapping.
+        PromptfedError: the file cannot be read, is not YAML, or does not hold a mapping.
     """
     import yaml
 
@@ -161,16 +161,16 @@ def read_spec(path: Path) -> dict[str, Any]:
     try:
         raw = read_yaml(path.read_text())
     except OSError as error:
-        raise CommandError(f"cannot read {path}: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"cannot read {path}: {why(error)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CommandError(f"{path} is not YAML: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"{path} is not YAML: {why(error)}") from None
     if not isinstance(raw, dict):
-        raise CommandError(f"{path} must hold a mapping, such as `name: eyes`", Exit.BAD_INPUT)
+        raise BadInput(f"{path} must hold a mapping, such as `name: eyes`")
     return raw
 
 
 def read_federation(path: Path) -> dict[str, Any]:
-    """The spec in a file, also in a run file, whose clients and clock are left out. Raises CommandError."""
+    """The spec in a file, also in a run file, whose clients and clock are left out. Raises PromptfedError."""
     return read_federation_and_data(path)[0]
 
 
@@ -181,17 +181,17 @@ def read_federation_and_data(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def expect_new(path: Path | None, option: str = "--out") -> None:
-    """Raise CommandError if ``option`` names a file that is there already, or a folder that is not."""
+    """Raise PromptfedError if ``option`` names a file that is there already, or a folder that is not."""
     if path is not None and path.exists():
-        raise CommandError(f"{path} is there already: give {option} a new file", Exit.BAD_INPUT)
+        raise BadInput(f"{path} is there already: give {option} a new file")
     if path is not None and not path.parent.is_dir():
-        raise CommandError(f"{path.parent} is no folder: make it, or give {option} another place", Exit.BAD_INPUT)
+        raise BadInput(f"{path.parent} is no folder: make it, or give {option} another place")
 
 
 def expect_suffix(path: Path | None, suffix: str, what: str) -> None:
-    """Raise CommandError if --out names a file of another kind than ``what``, which ends in ``suffix``."""
+    """Raise PromptfedError if --out names a file of another kind than ``what``, which ends in ``suffix``."""
     if path is not None and path.suffix.lower() not in ("", suffix):
-        raise CommandError(f"--out {path}: {what} is written there: give a name that ends in {suffix}", Exit.BAD_INPUT)
+        raise BadInput(f"--out {path}: {what} is written there: give a name that ends in {suffix}")
 
 
 def write_private(path: Path, text: str) -> None:
@@ -200,20 +200,20 @@ def write_private(path: Path, text: str) -> None:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(text + "\n")
     except OSError as error:
-        raise CommandError(f"cannot write {path}: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"cannot write {path}: {why(error)}") from None
 
 
 def write_file(path: Path, body: bytes) -> None:
-    """Write bytes. Raises CommandError if the file cannot be written."""
+    """Write bytes. Raises PromptfedError if the file cannot be written."""
     try:
         path.write_bytes(body)
     except OSError as error:
-        raise CommandError(f"cannot write {path}: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"cannot write {path}: {why(error)}") from None
 
 
-def full_disk(place: Path, then: str = "") -> CommandError:
+def full_disk(place: Path, then: str = "") -> PromptfedError:
     """The error of a full disk below ``place``. ``then``: what else to do than to take another temporary folder."""
-    return CommandError(f"the disk of {place} is full: free some space, {then or 'or set TMPDIR'}", Exit.BAD_INPUT)
+    return BadInput(f"the disk of {place} is full: free some space, {then or 'or set TMPDIR'}")
 
 
 @contextmanager
@@ -223,7 +223,7 @@ def new_folder(path: Path | None, option: str = "") -> Iterator[Path]:
     ``option`` is the command-line option that named the folder, for the error text.
 
     Raises:
-        CommandError: the folder cannot be used.
+        PromptfedError: the folder cannot be used.
     """
     if path is None:
         with tempfile.TemporaryDirectory(prefix="promptfed-", ignore_cleanup_errors=True) as temporary:
@@ -233,9 +233,9 @@ def new_folder(path: Path | None, option: str = "") -> Iterator[Path]:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
             where = f"{option} " if option else ""
-            raise CommandError(f"{path} is not empty: give {where}a new folder", Exit.BAD_INPUT)
+            raise BadInput(f"{path} is not empty: give {where}a new folder")
     except OSError as error:
-        raise CommandError(f"cannot use {path}: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"cannot use {path}: {why(error)}") from None
     yield path
 
 

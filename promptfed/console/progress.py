@@ -20,12 +20,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from promptfed.console.output import messages, percent, table
-from promptfed.sdk.client import CommandError, Coordinator, Exit
+from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import get_federation, reports_after
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared import get_extra
 from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.api.report_schemas import RoundReport
+from promptfed.shared.errors import BadInput, Failed
 from promptfed.shared.messages import ENDED, Role
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import why
@@ -221,7 +222,7 @@ def _tensorboard(folder: str) -> Iterator[Write]:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CommandError(f"cannot write into {folder}: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"cannot write into {folder}: {why(error)}") from None
 
     @cache
     def events(name: str) -> Any:
@@ -258,7 +259,7 @@ def _mlflow(uri: str) -> Iterator[Write]:
         for run in runs:
             client.set_terminated(run)
     except MlflowException as error:
-        raise CommandError(f"MLflow: {' '.join(str(error).split())[:300]}", Exit.FAILED) from None
+        raise Failed(f"MLflow: {' '.join(str(error).split())[:300]}") from None
 
 
 TRACKERS: dict[str, Callable[[str], AbstractContextManager[Write]]] = {"tensorboard": _tensorboard, "mlflow": _mlflow}
@@ -269,16 +270,16 @@ def open_tracker(where: str) -> Iterator[Write]:
     """A function that writes a round of a federation to ``tensorboard:FOLDER`` or ``mlflow:URI``.
 
     Raises:
-        CommandError: the tracker does not exist, its library is not installed, or it refuses.
+        PromptfedError: the tracker does not exist, its library is not installed, or it refuses.
     """
     kind, _, place = where.partition(":")
     if kind not in TRACKERS or not place:
-        raise CommandError(f"{where!r} is not a tracker: write tensorboard:FOLDER or mlflow:URI", Exit.BAD_INPUT)
+        raise BadInput(f"{where!r} is not a tracker: write tensorboard:FOLDER or mlflow:URI")
     with ExitStack() as stack:
         try:
             write = stack.enter_context(TRACKERS[kind](place))
         except ImportError:
-            raise CommandError(f"{kind} is not installed: {get_extra(kind)}", Exit.BAD_INPUT) from None
+            raise BadInput(f"{kind} is not installed: {get_extra(kind)}") from None
         yield write
 
 

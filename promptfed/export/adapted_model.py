@@ -14,12 +14,12 @@ import torch
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.training.data import LocalSplit
 from promptfed.console.output import class_names as split_names
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.export_card import TEMPLATE, Facts, classes_of
-from promptfed.shared.clip import Backbone, BackboneError, shape_of
-from promptfed.shared.data import DataError, open_source
+from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.data import open_source
 from promptfed.shared.data.pixels import Scale
+from promptfed.shared.errors import BadInput, Failed
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import UnknownMethod, make_method
 from promptfed.shared.methods.core.interface import (
@@ -72,14 +72,14 @@ class AdaptedModel:
         return cls(terms, facts.round, tuple(facts.domains), method_part(state), tuple(sorted(greys)))
 
     def make_method(self) -> Method:
-        """The method with its hyperparameters. Raises CommandError if this promptfed does not have the method."""
+        """The method with its hyperparameters. Raises PromptfedError if this promptfed does not have the method."""
         try:
             return make_method(self.terms.method)
         except SpecError as error:
             text = f"this promptfed does not have the federation's method: {error}"
             if isinstance(error, UnknownMethod):
                 text += f": {INSTALL.format('the package that brings it')}"
-            raise CommandError(text, Exit.FAILED) from None
+            raise Failed(text) from None
 
     def missing(self) -> str | None:
         """The reason why the global state alone cannot classify; None if it can."""
@@ -93,10 +93,10 @@ class AdaptedModel:
         return None
 
     def check_alone(self) -> None:
-        """Raise CommandError if the global state alone cannot classify."""
+        """Raise PromptfedError if the global state alone cannot classify."""
         reason = self.missing()
         if reason is not None:
-            raise CommandError(f"{reason}: ask a client's own service (`/v1/predict`)", Exit.BAD_INPUT)
+            raise BadInput(f"{reason}: ask a client's own service (`/v1/predict`)")
 
     def _context(self, shape: BackboneShape | None) -> ServerContext:
         assert shape is not None, "a global state is made of the shape"
@@ -107,22 +107,19 @@ class AdaptedModel:
         """The adapted classifier over ``class_names``, and the zero-shot classifier of the template.
 
         Raises:
-            CommandError: there is no classifier, the backbone differs, or a class name is too long for it.
+            PromptfedError: there is no classifier, the backbone differs, or a class name is too long for it.
         """
         self.check_alone()
         self._expect(backbone)
         method, names = self.make_method(), tuple(class_names)
         context = self._client_context(backbone, names)
         payload = method.payload(self.state, None, NOBODY, self._context(shape_of(backbone)))
-        try:
-            method.check_classes(names)
-            method.check_texts(backbone, names, context.template)
-            with torch.no_grad():
-                classifier = method.classifier(context, payload, {})
-                by_template = PresenceTemplates if is_for_several_labels(method) else TemplateClassifier
-                template = by_template(context) if backbone.has_text else None
-        except (MethodError, BackboneError) as error:
-            raise CommandError(str(error), Exit.BAD_INPUT) from None
+        method.check_classes(names)
+        method.check_texts(backbone, names, context.template)
+        with torch.no_grad():
+            classifier = method.classifier(context, payload, {})
+            by_template = PresenceTemplates if is_for_several_labels(method) else TemplateClassifier
+            template = by_template(context) if backbone.has_text else None
         classifier = classifier if temperature == 1.0 else Tempered(classifier, temperature)
         return Served(method.name, self.round, context, classifier, template, self.greys)
 
@@ -130,26 +127,23 @@ class AdaptedModel:
         """The open_clip model with the state's weight changes merged in, as tensors by open_clip's names.
 
         Raises:
-            CommandError: the method changes no weights, the backbone differs, or it is not an open_clip model.
+            PromptfedError: the method changes no weights, the backbone differs, or it is not an open_clip model.
         """
         method = self.make_method()
         if not isinstance(method, Merges):
             text = f"{method.name} changes no weights of the towers: its state is all that there is to take away"
-            raise CommandError(f"{text}, leave --merged out", Exit.BAD_INPUT)
+            raise BadInput(f"{text}, leave --merged out")
         self._expect(backbone)
         context = self._client_context(backbone, tuple(class_names) or ("thing",))
         payload = method.payload(self.state, None, NOBODY, self._context(shape_of(backbone)))
-        try:
-            with torch.no_grad():
-                return checkpoint_of(backbone, method.merged(context, payload))
-        except (MethodError, BackboneError) as error:
-            raise CommandError(str(error), Exit.BAD_INPUT) from None
+        with torch.no_grad():
+            return checkpoint_of(backbone, method.merged(context, payload))
 
     def _expect(self, backbone: Backbone) -> None:
         wanted = self.terms.backbone.fingerprint
         if wanted != backbone.fingerprint:
             text = f"the backbone here is {backbone.fingerprint}, the federation's was {wanted}"
-            raise CommandError(f"{text}: install the same version of promptfed and of the weights", Exit.BAD_INPUT)
+            raise BadInput(f"{text}: install the same version of promptfed and of the weights")
 
     def _client_context(self, backbone: Backbone, names: tuple[str, ...]) -> ClientContext:
         none = torch.zeros(0, dtype=torch.int64)
@@ -218,13 +212,10 @@ def given_class_names(classes: str | None, data: str | None) -> tuple[str, ...] 
     """The class names of ``--classes a,b`` or of the data at ``--data URI``; None if neither is given.
 
     Raises:
-        CommandError: both are given, a name occurs twice, or the data cannot be used.
+        PromptfedError: both are given, a name occurs twice, or the data cannot be used.
     """
     if classes is not None and data is not None:
-        raise CommandError("--classes and --data both name classes: give one", Exit.BAD_INPUT)
+        raise BadInput("--classes and --data both name classes: give one")
     if data is not None:
-        try:
-            return open_source(data).class_names
-        except DataError as error:
-            raise CommandError(str(error), Exit.BAD_INPUT) from None
+        return open_source(data).class_names
     return None if classes is None else tuple(split_names(classes))

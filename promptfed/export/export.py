@@ -14,8 +14,7 @@ from pathlib import Path
 from promptfed.console.output import console, messages, print_json, size
 from promptfed.export.adapted_model import AdaptedModel, weights_of
 from promptfed.export.model_card import backbone_files, carries_backbone, described, markdown, snippet, version
-from promptfed.sdk.backbone import open_backbone
-from promptfed.sdk.client import CommandError, Coordinator, Exit
+from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import get_card, sign_card
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.export_card import (
@@ -34,6 +33,8 @@ from promptfed.shared.api.export_card import (
     classes_of,
 )
 from promptfed.shared.clip import Backbone
+from promptfed.shared.errors import BadInput, Failed, PromptfedError
+from promptfed.shared.methods.core.spec_backbone import open_backbone
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
@@ -74,13 +75,13 @@ def export(
         coordinator: signs the card; without it the export is not signed.
 
     Raises:
-        CommandError: the folder, the class names or the backbone cannot be used, or the coordinator refuses the card.
+        PromptfedError: the folder, the class names or the backbone cannot be used, or the coordinator refuses the card.
     """
     check_new(out)
     facts, model = result.facts, AdaptedModel.of(result.facts, result.state)
     if facts.hashes.state != state_hash(model.state):
         text = f"the coordinator's card of {facts.federation.name} is of another state: export it again"
-        raise CommandError(text, Exit.FAILED)
+        raise Failed(text)
     contents = _contents(result, model, options, backbone)
     for left in reversed(range(TRIES)):
         card, written = contents.with_card(facts.numbered() if options.anonymous else facts)
@@ -90,7 +91,7 @@ def export(
             signed = coordinator.send(sign_card(facts.federation.id, facts.round, written[JSON_FILE])).view
             written[SIGNATURE_FILE] = f"{signed.signature}\n".encode()
             break
-        except CommandError as error:
+        except PromptfedError as error:
             if error.kind in UNSIGNED:
                 why = f"The export is not signed: {plain(error)}"
                 messages.print(why, highlight=False, markup=False, soft_wrap=True)
@@ -165,17 +166,17 @@ def _why_no_weights(model: AdaptedModel, names: Sequence[str] | None) -> str | N
 
 
 def open_backbone_of(model: AdaptedModel, allow: AllowedBackbones) -> Backbone:
-    """The federation's backbone on the CPU. Raises CommandError if it cannot be loaded here."""
+    """The federation's backbone on the CPU. Raises PromptfedError if it cannot be loaded here."""
     return open_backbone(model.terms.backbone, allow_backbone=allow)
 
 
 def check_new(out: Path) -> None:
-    """Raise CommandError if ``out`` exists and is not an empty folder."""
+    """Raise PromptfedError if ``out`` exists and is not an empty folder."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise CommandError(f"{out} is not an empty folder: give another one", Exit.BAD_INPUT)
+            raise BadInput(f"{out} is not an empty folder: give another one")
     except OSError as error:
-        raise CommandError(f"cannot use {out}: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"cannot use {out}: {why(error)}") from None
 
 
 def _write(files: dict[str, bytes], out: Path) -> None:
@@ -193,7 +194,7 @@ def _write(files: dict[str, bytes], out: Path) -> None:
         os.rename(folder, out)
         folder = None
     except OSError as error:
-        raise CommandError(f"cannot write {out}: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"cannot write {out}: {why(error)}") from None
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)

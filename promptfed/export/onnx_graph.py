@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 from promptfed.client_service.serving.prediction import OneImage, Served
 from promptfed.console.output import write_file
 from promptfed.export.adapted_model import AdaptedModel
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared import get_extra
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import open_source
+from promptfed.shared.errors import BadInput, Failed, PromptfedError
 from promptfed.shared.tensors.torch_tensors import state_hash
 
 OPSET = 17  # of 2022: run by every runtime in use
@@ -91,10 +91,10 @@ def write_onnx(model: AdaptedModel, names: Sequence[str], backbone: Backbone, ou
     """Write the graph to ``out`` and its description beside it (``.json``); the description.
 
     Raises:
-        CommandError: a package is missing, the method has no such graph, or the graph answers differently.
+        PromptfedError: a package is missing, the method has no such graph, or the graph answers differently.
     """
     if out.suffix != ".onnx":
-        raise CommandError(f"--out {out}: the name of an ONNX file ends in .onnx", Exit.BAD_INPUT)
+        raise BadInput(f"--out {out}: the name of an ONNX file ends in .onnx")
     runtime = _runtime()
     served = model.serve(backbone, names)
     body = _traced(served)
@@ -109,7 +109,7 @@ def _runtime() -> Any:
         importlib.import_module("onnx")
         return importlib.import_module("onnxruntime")
     except ImportError:
-        raise CommandError(GET_ONNX, Exit.FAILED) from None
+        raise Failed(GET_ONNX) from None
 
 
 def _traced(served: Served) -> bytes:
@@ -117,7 +117,7 @@ def _traced(served: Served) -> bytes:
     graph = Graph(served).eval()
     buffer: Any = io.BytesIO()  # the exporter's annotations name only paths
     if sum(weight.numel() * weight.element_size() for weight in graph.parameters()) > LARGEST:
-        raise CommandError("the backbone has more than 2 GB of weights: one ONNX file cannot hold it", Exit.BAD_INPUT)
+        raise BadInput("the backbone has more than 2 GB of weights: one ONNX file cannot hold it")
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # a fused operation that ONNX does not have
     try:
@@ -147,7 +147,7 @@ def _difference(runtime: Any, body: bytes, served: Served) -> float:
     """The largest difference from Python's logits, as a share of the largest logit (at least 1).
 
     Raises:
-        CommandError: it is larger than `TOLERANCE`.
+        PromptfedError: it is larger than `TOLERANCE`.
     """
     backbone, source = served.context.backbone, open_source(SAMPLES)
     drawings = [backbone.preprocess(source.test.image(at)) for at in range(min(4, len(source.test)))]
@@ -167,8 +167,8 @@ def _difference(runtime: Any, body: bytes, served: Served) -> float:
     return worst
 
 
-def _refusal(served: Served, why: str) -> CommandError:
-    return CommandError(f"{served.method} cannot be exported to ONNX: {why}", Exit.BAD_INPUT)
+def _refusal(served: Served, why: str) -> PromptfedError:
+    return BadInput(f"{served.method} cannot be exported to ONNX: {why}")
 
 
 def _described(model: AdaptedModel, served: Served, difference: float) -> dict[str, Any]:

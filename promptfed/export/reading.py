@@ -22,7 +22,6 @@ from pydantic import ValidationError
 
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.export.model_card import described
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared import machine
 from promptfed.shared.api.export_card import (
     BACKBONE_FOLDER,
@@ -36,6 +35,7 @@ from promptfed.shared.api.export_card import (
     Card,
 )
 from promptfed.shared.canonical import export_statement, is_signed, parse_json
+from promptfed.shared.errors import BadInput, PromptfedError, Refused
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError, Tensors
@@ -70,14 +70,14 @@ def open_export(folder: Path, key: str | None = None, whole: bool = False) -> Op
         whole: check all files even without a key.
 
     Raises:
-        CommandError: the folder is not an export, has a later version, is damaged, or is not signed with this key.
+        PromptfedError: the folder is not an export, has a later version, is damaged, or is not signed with this key.
     """
     body = read_file(folder, JSON_FILE, MOST_CARD_BYTES)
     if key is not None:
         _expect_signature(folder, body, key)
     card = _card(folder, body)
     if key is not None or whole:
-        _expect_listed(folder, card, Exit.BAD_INPUT if key is None else Exit.REFUSED)
+        _expect_listed(folder, card, BadInput if key is None else Refused)
     return OpenedExport(folder, card, _state(folder, card), hashlib.sha256(body).hexdigest())
 
 
@@ -85,7 +85,7 @@ def read_export(folder: Path, key: str | None = None) -> tuple[AdaptedModel, tup
     """Read an export: the adapted model, and its class names if it has any.
 
     Raises:
-        CommandError: as `open_export`.
+        PromptfedError: as `open_export`.
     """
     opened = open_export(folder, key)
     return opened.model, tuple(opened.card.class_names) if opened.card.class_names else None
@@ -95,7 +95,7 @@ def read_file(folder: Path, name: str, most: int) -> bytes:
     """The bytes of one file, up to a maximum size.
 
     Raises:
-        CommandError: the file is missing, too large, or not a regular file.
+        PromptfedError: the file is missing, too large, or not a regular file.
     """
     return b"".join(_pieces(folder, name, most))
 
@@ -107,7 +107,7 @@ def _pieces(folder: Path, name: str, most: int) -> Iterator[bytes]:
         read += len(piece)
         if read > most:
             known = f"not the one that {JSON_FILE} names: it is " if name in LISTED else ""
-            raise CommandError(f"{folder}: {name} is {known}longer than {most} bytes", Exit.BAD_INPUT)
+            raise BadInput(f"{folder}: {name} is {known}longer than {most} bytes")
         yield piece
 
 
@@ -124,7 +124,7 @@ def _unbounded(folder: Path, name: str) -> Iterator[bytes]:
         with os.fdopen(handle, "rb") as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
-                raise CommandError(f"{folder}: {name} is not a regular file", Exit.BAD_INPUT)
+                raise BadInput(f"{folder}: {name} is not a regular file")
             while piece := file.read(PIECE):
                 yield piece
     except KeyError:
@@ -149,11 +149,9 @@ def _expect_packed(folder: Path, name: str, about: zipfile.ZipInfo) -> None:
         raise _no_export(folder, name, f"{about.compress_size:,} bytes of the archive become {about.file_size:,}")
 
 
-def _no_export(folder: Path, name: str, reason: str) -> CommandError:
+def _no_export(folder: Path, name: str, reason: str) -> PromptfedError:
     text = f"{folder} is not a promptfed export ({name}: {reason})"
-    return CommandError(
-        f"{text}: give a folder that `promptfed export` has written, or the page's .zip", Exit.BAD_INPUT
-    )
+    return BadInput(f"{text}: give a folder that `promptfed export` has written, or the page's .zip")
 
 
 def _has(folder: Path, name: str) -> bool:
@@ -162,11 +160,11 @@ def _has(folder: Path, name: str) -> bool:
 
 def _expect_signature(folder: Path, body: bytes, key: str) -> None:
     if not _has(folder, SIGNATURE_FILE):
-        raise CommandError(f"{folder} is not signed: {_why_unsigned(folder, body)}", Exit.REFUSED)
+        raise Refused(f"{folder} is not signed: {_why_unsigned(folder, body)}")
     signature = read_file(folder, SIGNATURE_FILE, 1000).decode("ascii", "replace").strip()
     if not is_signed(key, signature, export_statement(body)):
         text = f"{folder}: {JSON_FILE} is not signed by the key {key[:200]}: it was changed, or comes from elsewhere"
-        raise CommandError(text, Exit.REFUSED)
+        raise Refused(text)
 
 
 def _why_unsigned(folder: Path, body: bytes) -> str:
@@ -184,50 +182,50 @@ def _card(folder: Path, body: bytes) -> Card:
     except ValueError as error:
         reason = why(error) if isinstance(error, JSONDecodeError | UnicodeDecodeError) else error
         text = f"{folder} is not a promptfed export ({JSON_FILE} cannot be read: {reason}): export it again"
-        raise CommandError(text, Exit.BAD_INPUT) from None
+        raise BadInput(text) from None
     given = raw.get("format") if isinstance(raw, dict) else None
     if given is not None and given != FORMAT:
         text = f"{folder} is an export of format {str(given)[:100]}, this promptfed reads {FORMAT}: export it again"
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)
     try:
         return Card.model_validate(raw, extra="ignore")
     except ValidationError as error:
         text = f"{folder}: {JSON_FILE} is damaged: {SpecError.from_validation(error)}"
-        raise CommandError(text, Exit.BAD_INPUT) from None
+        raise BadInput(text) from None
 
 
 def _state(folder: Path, card: Card) -> Tensors:
     listed = card.files.get(STATE_FILE)
     if listed is None:
-        raise CommandError(f"{folder}: {JSON_FILE} is damaged: it names no {STATE_FILE}", Exit.BAD_INPUT)
+        raise BadInput(f"{folder}: {JSON_FILE} is damaged: it names no {STATE_FILE}")
     body = read_file(folder, STATE_FILE, listed.bytes)
     try:
         state, _ = decode(body)
     except TensorError as error:
-        raise CommandError(f"{folder}: {STATE_FILE} is damaged: {error}", Exit.BAD_INPUT) from None
+        raise BadInput(f"{folder}: {STATE_FILE} is damaged: {error}") from None
     if described(body, None).sha256 != listed.sha256 or state_hash(state) != card.hashes.state:
-        raise CommandError(f"{folder}: {STATE_FILE} is not the one that {JSON_FILE} names", Exit.BAD_INPUT)
+        raise BadInput(f"{folder}: {STATE_FILE} is not the one that {JSON_FILE} names")
     return state
 
 
-def _expect_listed(folder: Path, card: Card, exit: Exit) -> None:
-    """Raise CommandError if a file is missing, changed, not a regular file, or not listed."""
+def _expect_listed(folder: Path, card: Card, refusal: type[PromptfedError]) -> None:
+    """Raise ``refusal`` if a file is missing, changed, not a regular file, or not listed."""
     unknown = sorted(card.files.keys() - LISTED)
     if unknown:
-        raise CommandError(f"{folder}: {JSON_FILE} names {unknown[0][:200]!r}, which no export holds", exit)
+        raise refusal(f"{folder}: {JSON_FILE} names {unknown[0][:200]!r}, which no export holds")
     beside = {JSON_FILE, SIGNATURE_FILE, UNSIGNED_FILE}
     if not _has(folder, SIGNATURE_FILE):
         beside.add(MARKDOWN_FILE)  # older, unsigned cards did not name these files
     for name in _names(folder):
         if name not in card.files and name not in beside:
             text = f"{folder}: {name[:200]!r} is not named in {JSON_FILE}: it is no part of the export, remove it"
-            raise CommandError(text, exit)
+            raise refusal(text)
     for name, file in card.files.items():
         digest = hashlib.sha256()
         for piece in _pieces(folder, name, file.bytes):
             digest.update(piece)
         if digest.hexdigest() != file.sha256:
-            raise CommandError(f"{folder}: {name} is not the one that {JSON_FILE} names", exit)
+            raise refusal(f"{folder}: {name} is not the one that {JSON_FILE} names")
 
 
 def _names(folder: Path) -> Iterator[str]:
@@ -236,7 +234,7 @@ def _names(folder: Path) -> Iterator[str]:
         with zipfile.ZipFile(folder) as archive:
             names = archive.namelist()
         if len(set(names)) < len(names):
-            raise CommandError(f"{folder}: the archive has a name twice: download it again", Exit.BAD_INPUT)
+            raise BadInput(f"{folder}: the archive has a name twice: download it again")
         yield from (name for name in sorted(names) if name != f"{BACKBONE_FOLDER}/")
         return
     try:
@@ -246,4 +244,4 @@ def _names(folder: Path) -> Iterator[str]:
             else:
                 yield entry.name
     except OSError as error:
-        raise CommandError(f"{folder} cannot be read: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"{folder} cannot be read: {why(error)}") from None

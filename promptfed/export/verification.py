@@ -14,8 +14,6 @@ from promptfed.export.export import open_backbone_of
 from promptfed.export.model_card import backbone_files, carries_backbone, described, markdown, snippet, version
 from promptfed.export.reading import OpenedExport, open_export, read_file
 from promptfed.sdk.arguments import checked
-from promptfed.sdk.backbone import resolve
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,
     BACKBONE_WEIGHTS,
@@ -27,8 +25,9 @@ from promptfed.shared.api.export_card import (
 )
 from promptfed.shared.canonical import parse_json
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import TASK, method_for
-from promptfed.shared.methods.core.interface import MethodError, ServerContext
+from promptfed.shared.errors import BadInput, PromptfedError, Refused
+from promptfed.shared.methods import TASK, method_for, resolve_spec
+from promptfed.shared.methods.core.interface import ServerContext
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, Origin, merged
 from promptfed.shared.tensors import TensorError, Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode, state_hash
@@ -65,7 +64,7 @@ def verify_export(
         backbone: the backbone, if it is loaded already.
 
     Raises:
-        CommandError: the signature, a file or a recomputed part does not match the card.
+        PromptfedError: the signature, a file or a recomputed part does not match the card.
     """
     opened = open_export(Path(folder), key, whole=True)
     files = {
@@ -88,9 +87,9 @@ def _tensors(opened: OpenedExport, name: str) -> Tensors:
     try:
         tensors, _ = decode(body)
     except TensorError as error:
-        raise CommandError(f"{opened.folder}: {name} is damaged: {error}", Exit.REFUSED) from None
+        raise Refused(f"{opened.folder}: {name} is damaged: {error}") from None
     if described(body, tensors if listed.tensors is not None else None) != listed:
-        raise CommandError(f"{opened.folder}: {name} is not the one that the card names", Exit.REFUSED)
+        raise Refused(f"{opened.folder}: {name} is not the one that the card names")
     return tensors
 
 
@@ -106,12 +105,12 @@ def _text_remark(opened: OpenedExport, weights: Tensors | None) -> str | None:
         return f"{MARKDOWN_FILE} was written by {card.made.promptfed}, this is {version()}: its text was not compared"
     try:
         opened.model.make_method()
-    except CommandError:
+    except PromptfedError:
         return f"{MARKDOWN_FILE} was not compared with the card: this promptfed has no method {name}"
     text = markdown(card, snippet(card.backbone, weights) if weights is not None else None)
     if described(text.encode(), None) != card.files[MARKDOWN_FILE]:
         text = "it was changed before it was signed"
-        raise CommandError(f"{opened.folder}: {MARKDOWN_FILE} does not match the card: {text}", Exit.REFUSED)
+        raise Refused(f"{opened.folder}: {MARKDOWN_FILE} does not match the card: {text}")
     return None
 
 
@@ -127,14 +126,14 @@ def _recomputed(
     try:
         backbone = given or open_backbone_of(model, allow)
         again = _computed(model, backbone, names, files)
-    except CommandError as error:
+    except PromptfedError as error:
         return f"{_not(files)}: {error}"
     for name, tensors in files.items():
         _expect_equal(opened, name, tensors, again[name])
     if BACKBONE_CONFIG in opened.card.files:
         body = read_file(opened.folder, BACKBONE_CONFIG, opened.card.files[BACKBONE_CONFIG].bytes)
         if parse_json(body) != parse_json(backbone_files(backbone)[BACKBONE_CONFIG]):
-            raise CommandError(f"{opened.folder}: {BACKBONE_CONFIG} is not the backbone's", Exit.REFUSED)
+            raise Refused(f"{opened.folder}: {BACKBONE_CONFIG} is not the backbone's")
     return f"{', '.join(sorted(files))} computed again with the backbone: the same"
 
 
@@ -153,7 +152,7 @@ def _computed(
 def _expect_equal(opened: OpenedExport, name: str, given: Tensors, again: Tensors | None) -> None:
     if again is None or given.keys() != again.keys() or not all(_equal(given[key], again[key]) for key in given):
         text = "they are not what the state and the backbone give"
-        raise CommandError(f"{opened.folder}: {name}: {text}", Exit.REFUSED)
+        raise Refused(f"{opened.folder}: {name}: {text}")
 
 
 def _equal(given: torch.Tensor, again: torch.Tensor) -> bool:
@@ -172,7 +171,7 @@ def continued(folder: Path, given: Mapping[str, Any], key: str | None = None) ->
     export is not for 0 rounds.
 
     Raises:
-        CommandError: it is no export, ``key`` has not signed it, its state does not fit the given method, or its
+        PromptfedError: it is no export, ``key`` has not signed it, its state does not fit the given method, or its
             training was protected and ``given`` does not say how this one is.
     """
     opened = open_export(folder, key)
@@ -181,28 +180,28 @@ def continued(folder: Path, given: Mapping[str, Any], key: str | None = None) ->
         text = (
             f"the export in {folder} is of {has}, the spec names {wanted}: a federation continues with the same method"
         )
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)
     if given.get("rounds") == 0:
         missing = opened.model.missing()
         if missing is not None:
-            raise CommandError(f"the export in {folder} cannot be evaluated: {missing}", Exit.BAD_INPUT)
+            raise BadInput(f"the export in {folder} cannot be evaluated: {missing}")
     else:
         _expect_protection(opened, given)
     state = {name: tensor for name, tensor in opened.state.items() if name not in FORMER_SUMS}
     own = {"continues": state_hash(state), "origin": _origin(opened)}
     raw = merged(_spec(opened), dict(given)) | own
-    _expect_fit(resolve(raw), state)
+    _expect_fit(resolve_spec(raw), state)
     return raw, encode(state)
 
 
 def _expect_protection(opened: OpenedExport, given: Mapping[str, Any]) -> None:
-    """Raise CommandError if protection, which a card does not hold as settings, would end unsaid."""
+    """Raise PromptfedError if protection, which a card does not hold as settings, would end unsaid."""
     card = opened.card
     without = {"privacy": (card.privacy, "{level: none}"), "secure_aggregation": (card.secure_aggregation, "null")}
     for section, (had, none) in without.items():
         if had is not None and section not in given:
             text = f"the export in {opened.folder} was trained with {section}, and the spec says nothing of it"
-            raise CommandError(f"{text}: give {section}, or {section}: {none} to train without", Exit.BAD_INPUT)
+            raise BadInput(f"{text}: give {section}, or {section}: {none} to train without")
 
 
 def _origin(opened: OpenedExport) -> dict[str, Any]:
@@ -229,16 +228,13 @@ def _spec(opened: OpenedExport) -> dict[str, Any]:
 
 
 def _expect_fit(spec: FederationSpec, state: Tensors) -> None:
-    """Raise CommandError for a tensor that is missing, not the method's, or of another shape."""
+    """Raise PromptfedError for a tensor that is missing, not the method's, or of another shape."""
     method = method_for(spec)
     expected = {each.name: each for each in method.state_tensors()}
     dims: Mapping[str, int] = {}
     if spec.backbone.shape is not None:
         names = tuple(spec.class_names) if spec.class_names is not None else None
-        try:
-            dims = method.dims(ServerContext(spec.training, spec.backbone.shape, names, (), spec.seed, spec.rounds))
-        except MethodError as error:
-            raise CommandError(str(error), Exit.BAD_INPUT) from None
+        dims = method.dims(ServerContext(spec.training, spec.backbone.shape, names, (), spec.seed, spec.rounds))
     wrong = sorted(expected.keys() ^ state.keys())
     for name in expected.keys() & state.keys():
         has = tuple(state[name].shape)
@@ -248,4 +244,4 @@ def _expect_fit(spec: FederationSpec, state: Tensors) -> None:
             wrong.append(name)
     if wrong:
         text = f"the export's state does not fit {method.name} with these settings ({', '.join(wrong)})"
-        raise CommandError(f"{text}: keep the export's method and its settings", Exit.BAD_INPUT)
+        raise BadInput(f"{text}: keep the export's method and its settings")

@@ -19,10 +19,11 @@ from promptfed.experiments.bench.tables import figures
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of, weights_of
 from promptfed.export.export import ExportOptions, export, open_backbone_of
 from promptfed.sdk.arguments import all_checked
-from promptfed.sdk.client import CommandError, Coordinator, Exit
+from promptfed.sdk.client import Coordinator
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data.pixels import UNREADABLE, in_rgb
+from promptfed.shared.errors import BadInput
 from promptfed.shared.messages import Role
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, check_class_names
@@ -108,12 +109,12 @@ class Result:
         """Mean over the clients of ``role`` on their own test images; None where there is none.
 
         Raises:
-            CommandError: there is no such role or column.
+            PromptfedError: there is no such role or column.
         """
         return _mean(_own(self.accuracies(), role), column)
 
     def curve(self, role: Role = "trainer") -> dict[int, float]:
-        """The mean of ``role`` after each evaluated round. Raises CommandError if there is no such role."""
+        """The mean of ``role`` after each evaluated round. Raises PromptfedError if there is no such role."""
         by_round: dict[int, list[Accuracy]] = {}
         for accuracy in _own(self.taken.accuracies(), role):
             by_round.setdefault(accuracy.round, []).append(accuracy)
@@ -130,7 +131,7 @@ class Result:
         this process: no answer on a single image is ever sent to a coordinator.
 
         Raises:
-            CommandError: there are no answers on that test set.
+            PromptfedError: there are no answers on that test set.
         """
         outcomes = [outcome for outcome in self.taken.outcomes if outcome.split == split]
         if not outcomes:
@@ -140,7 +141,7 @@ class Result:
                 if known
                 else "only a federation in this process (promptfed.run) has any"
             )
-            raise CommandError(f"there are no answers on {split!r}: {why}", Exit.BAD_INPUT)
+            raise BadInput(f"there are no answers on {split!r}: {why}")
         rows = {outcome.client: figures([outcome]) for outcome in outcomes}
         return {client: {name: row[name] for name in METRICS} for client, row in rows.items()}
 
@@ -152,8 +153,8 @@ class Result:
         """Classify an image (a PIL image, a file, or its bytes) as an evaluator of the federation does.
 
         Raises:
-            CommandError: it is no image, there are no class names, or the method classifies with what each client keeps
-                to itself.
+            PromptfedError: it is no image, there are no class names, or the method classifies with what each client
+                keeps to itself.
         """
         names = self._names(class_names)
         if names not in self._predictors:
@@ -161,7 +162,7 @@ class Result:
         try:
             answer = self._predictors[names].predict(_bytes(image))
         except (BadImage, TooManyPixels) as error:
-            raise CommandError(str(error), Exit.BAD_INPUT) from None
+            raise BadInput(str(error)) from None
         return Prediction.of(answer)
 
     def class_weights(self, class_names: Sequence[str] | None = None) -> Tensors | None:
@@ -201,7 +202,7 @@ class Result:
     def _names(self, given: Sequence[str] | None) -> tuple[str, ...]:
         names = _listed(given) or class_names_of(self.taken)
         if not names:
-            raise CommandError("each client had its own classes: give class_names", Exit.BAD_INPUT)
+            raise BadInput("each client had its own classes: give class_names")
         return names
 
     def __repr__(self) -> str:
@@ -228,13 +229,13 @@ class Result:
 
 
 def _listed(names: Sequence[str] | None) -> tuple[str, ...] | None:
-    """The class names of a caller. Raises CommandError for a bad list."""
+    """The class names of a caller. Raises PromptfedError for a bad list."""
     if names is None:
         return None
     try:
         return tuple(check_class_names(list(names)))
     except ValueError as error:
-        raise CommandError(f"class_names {error}", Exit.BAD_INPUT) from None
+        raise BadInput(f"class_names {error}") from None
 
 
 def _cells(row: Accuracy) -> list[str]:
@@ -259,10 +260,10 @@ def _bytes(image: Image | Path | str | bytes) -> bytes:
         try:
             return Path(image).read_bytes()
         except OSError as error:
-            raise CommandError(f"cannot read {image}: {why(error)}", Exit.BAD_INPUT) from None
+            raise BadInput(f"cannot read {image}: {why(error)}") from None
     file = io.BytesIO()
     try:
         in_rgb(image).save(file, "PNG")
     except UNREADABLE as error:
-        raise CommandError(f"the image cannot be read: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"the image cannot be read: {why(error)}") from None
     return file.getvalue()

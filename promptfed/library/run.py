@@ -25,13 +25,14 @@ from promptfed.runtime.processes import Site
 from promptfed.runtime.run_file import completed
 from promptfed.sdk import operations
 from promptfed.sdk.arguments import all_checked, checked
-from promptfed.sdk.backbone import open_backbone, resolve, spelt
-from promptfed.sdk.client import DEFAULT_URL, URL_VARIABLE, CommandError, Coordinator, Exit, open_coordinator
+from promptfed.sdk.client import DEFAULT_URL, URL_VARIABLE, Coordinator, open_coordinator
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source
 from promptfed.shared.data.registry import SharedSources
-from promptfed.shared.methods import METHODS
+from promptfed.shared.errors import BadInput, EndedBadly, Failed
+from promptfed.shared.methods import METHODS, resolve_spec
 from promptfed.shared.methods.core.interface import Method
+from promptfed.shared.methods.core.spec_backbone import open_backbone, spelt
 from promptfed.shared.spec.spec import AllowedBackbones
 
 Opened = InstanceOf[Source]
@@ -78,17 +79,17 @@ def run(
         **spec: further keys of a run file: ``rounds``, ``class_names``, ``training``, ``seed``, ...
 
     Raises:
-        CommandError: the spec, data or backbone cannot be used, or the federation did not finish.
+        PromptfedError: the spec, data or backbone cannot be used, or the federation did not finish.
     """
     sources, named = SharedSources(), _named(method)
     sites = _described(_all_sites(sources, data, unseen, tests or {}), domains or {})
     asked = {"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named}
     asked |= {} if backbone is None else {"backbone": spelt(backbone)}
-    resolved = resolve(completed(asked, sites, lambda uri, role: sources.open(uri, role).class_names)[0])
+    resolved = resolve_spec(completed(asked, sites, lambda uri, role: sources.open(uri, role).class_names)[0])
     file = Path(backbone_file) if backbone_file is not None else None
     model = backbone if isinstance(backbone, Backbone) else None
     if model is not None and file is not None:
-        raise CommandError("backbone is loaded already: leave backbone_file out", Exit.BAD_INPUT)
+        raise BadInput("backbone is loaded already: leave backbone_file out")
     model = model or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device, file=file)
     options: dict[str, Any] = {"pool": pool, "backbone": model, "sources": sources}
     options |= {"folder": Path(folder) if folder is not None else None}
@@ -125,7 +126,7 @@ def _named(method: Methodlike) -> RawSpec:
     try:
         METHODS.use(kind)
     except ValueError as error:
-        raise CommandError(f"this method cannot be used: {error}", Exit.BAD_INPUT) from None
+        raise BadInput(f"this method cannot be used: {error}") from None
     return {"name": kind.name} | (method.hyper.model_dump() if isinstance(method, Method) else {})
 
 
@@ -139,7 +140,7 @@ def _described(sites: list[Site], domains: Mapping[str, str]) -> list[Site]:
     unknown = sorted(set(domains) - {site.name for site in sites})
     if unknown:
         text = f"domains describe {unknown[0]!r}, which is no client: they are {', '.join(site.name for site in sites)}"
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)
     return [replace(site, domain=domains.get(site.name)) for site in sites]
 
 
@@ -166,7 +167,7 @@ def connect(url: str | None = None, *, token: str | None = None, token_file: Pat
     The token is ``token``, or that of ``token_file``, or $PROMPTFED_OPERATOR_TOKEN.
 
     Raises:
-        CommandError: there is no token, or two are given.
+        PromptfedError: there is no token, or two are given.
 
     Example:
         >>> with promptfed.connect(token_file="run/coordinator/operator.token") as coordinator:
@@ -174,7 +175,7 @@ def connect(url: str | None = None, *, token: str | None = None, token_file: Pat
         ...     print(federation.enrolment_token())
     """
     if token is not None and token_file is not None:
-        raise CommandError("token and token_file both name the operator token: give one", Exit.BAD_INPUT)
+        raise BadInput("token and token_file both name the operator token: give one")
     if token is not None:
         return Connection(Coordinator(url or os.environ.get(URL_VARIABLE) or DEFAULT_URL, token))
     return Connection(open_coordinator(url, Path(token_file) if token_file is not None else None))
@@ -204,19 +205,19 @@ class Connection:
         fingerprint.
 
         Raises:
-            CommandError: the spec or the backbone is wrong, or the coordinator refuses.
+            PromptfedError: the spec or the backbone is wrong, or the coordinator refuses.
         """
-        from promptfed.sdk.backbone import resolve, with_backbone
+        from promptfed.shared.methods.core.spec_backbone import with_backbone
 
         named = {"name": method} if isinstance(method, str) else method
         asked = spec | {"name": name, "method": named}
-        resolved, initial_state = with_backbone(resolve(asked), allow_backbone)
+        resolved, initial_state = with_backbone(resolve_spec(asked), allow_backbone)
         asked["backbone"] = resolved.backbone.model_dump(mode="json", exclude_unset=True)
         created = self._api.run(operations.create(asked, initial_state))
         return Federation(self._api, created.json["id"], allow_backbone)
 
     def federation(self, name: str) -> Federation:
-        """The federation of that name or id. Raises CommandError if there is none."""
+        """The federation of that name or id. Raises PromptfedError if there is none."""
         return Federation(self._api, self._api.send(operations.get_federation(name)).json["id"])
 
     def federations(self) -> list[Federation]:
@@ -227,7 +228,7 @@ class Connection:
 
 @all_checked
 class Federation:
-    """One federation at a coordinator. Every call asks the coordinator; every refusal is a CommandError."""
+    """One federation at a coordinator. Every call asks the coordinator; every refusal is a PromptfedError."""
 
     def __init__(self, api: Coordinator, id: str, allow_backbone: AllowedBackbones = False):
         self._api, self.id, self._allow = api, id, allow_backbone
@@ -275,13 +276,13 @@ class Federation:
         """Wait until it has finished; its result.
 
         Raises:
-            CommandError: it ended otherwise, or ``seconds`` have passed.
+            PromptfedError: it ended otherwise, or ``seconds`` have passed.
         """
         end = time.monotonic() + seconds if seconds is not None else None
 
         def look() -> None:
             if end is not None and time.monotonic() > end:
-                raise CommandError(f"the federation has not finished in {seconds:g} s", Exit.FAILED)
+                raise Failed(f"the federation has not finished in {seconds:g} s")
 
         with _shown(progress) as show:
             snapshot: Snapshot | None = None
@@ -289,7 +290,7 @@ class Federation:
                 show(snapshot)
         if snapshot is None or snapshot.state != "finished":
             state = snapshot.describe() if snapshot is not None else "unknown"
-            raise CommandError(f"the federation is {state}", Exit.FEDERATION_ENDED_BADLY)
+            raise EndedBadly(f"the federation is {state}")
         return self.result()
 
     def result(self, round: int | None = None) -> Result:

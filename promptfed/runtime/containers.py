@@ -21,7 +21,8 @@ from requests.exceptions import RequestException
 
 from promptfed.runtime.processes import Services, Site, client_options, revive
 from promptfed.sdk import operations
-from promptfed.sdk.client import CommandError, Coordinator, Exit
+from promptfed.sdk.client import Coordinator
+from promptfed.shared.errors import BadInput, Failed, Unreachable
 from promptfed.shared.service.net import bind
 
 LABEL = "promptfed.launch"
@@ -118,7 +119,7 @@ class Containers:
         """Remove everything with our label.
 
         Raises:
-            CommandError: the engine refused to remove something.
+            PromptfedError: the engine refused to remove something.
         """
         left: list[str] = []
         for _ in range(STOP_TRIES):  # an interrupted request may have created something after the first look
@@ -127,7 +128,7 @@ class Containers:
                 return
             left = [reason for thing, options in ours if (reason := _removed(thing, options))]
         if left:
-            raise CommandError(f"could not remove {', '.join(left)}: remove it with `docker`", Exit.FAILED)
+            raise Failed(f"could not remove {', '.join(left)}: remove it with `docker`")
 
     def _ours(self) -> list[tuple[Any, dict[str, bool]]]:
         """Everything with our label and the call that removes it. Containers come first, since they use the rest."""
@@ -196,7 +197,7 @@ class ContainerFederation(Services):
             starting.send(operations.READY)
         code, output = self._coordinator.handle.exec_run(["cat", "/data/operator.token"])
         if code != 0:
-            raise CommandError(f"cannot read the operator token: {output.decode(errors='replace')}", Exit.FAILED)
+            raise Failed(f"cannot read the operator token: {output.decode(errors='replace')}")
         return Coordinator(url, output.decode().strip(), meanwhile=self.watch)
 
 
@@ -205,7 +206,7 @@ def federation_in_containers(engine: Any, port: int, logs: Path | None) -> Itera
     """A coordinator in a container, ready for clients. Everything is removed after the block.
 
     Raises:
-        CommandError: the engine refuses a request.
+        PromptfedError: the engine refuses a request.
     """
     with (
         _engine_errors(),
@@ -219,20 +220,20 @@ def open_engine() -> Any:
     """The Docker engine of the environment, which must have both images.
 
     Raises:
-        CommandError: no engine answers, or an image is missing.
+        PromptfedError: no engine answers, or an image is missing.
     """
     try:
         engine = docker.from_env()
         engine.ping()
     except (DockerException, RequestException):
         text = "no Docker engine answers: start one, or use --runtime process"
-        raise CommandError(text, Exit.UNREACHABLE) from None
+        raise Unreachable(text) from None
     for image in IMAGES.values():
         try:
             engine.images.get(image)
         except ImageNotFound:
             text = f"there is no image {image}: run `docker compose build` in promptfed's folder"
-            raise CommandError(text, Exit.BAD_INPUT) from None
+            raise BadInput(text) from None
     return engine
 
 
@@ -240,14 +241,14 @@ def with_absolute_paths(site: Site) -> tuple[Site, tuple[str, ...]]:
     """The site with absolute data paths, and the host folders that its container needs.
 
     Raises:
-        CommandError: a path does not exist.
+        PromptfedError: a path does not exist.
     """
     folders: set[str] = set()
 
     def mounted(text: str, uri: str) -> str:
         path = Path(text).expanduser().resolve()
         if not path.exists():
-            raise CommandError(f"client {site.name}: {uri}: there is no {path}", Exit.BAD_INPUT)
+            raise BadInput(f"client {site.name}: {uri}: there is no {path}")
         folders.add(str(path if path.is_dir() else path.parent))
         return str(path)
 
@@ -267,15 +268,15 @@ def with_absolute_paths(site: Site) -> tuple[Site, tuple[str, ...]]:
 
 @contextmanager
 def _engine_errors() -> Iterator[None]:
-    """Turn the engine's errors into a CommandError of one line."""
+    """Turn the engine's errors into a PromptfedError of one line."""
     try:
         yield
     except (DockerException, RequestException) as error:
         reason = _reason(error)
         if "could not select device driver" in reason:
             text = "the Docker engine has no GPUs to give: install NVIDIA's container toolkit, or use --gpus none"
-            raise CommandError(text, Exit.FAILED) from None
-        raise CommandError(f"the Docker engine refuses: {reason}", Exit.FAILED) from None
+            raise Failed(text) from None
+        raise Failed(f"the Docker engine refuses: {reason}") from None
 
 
 def _removed(thing: Any, options: dict[str, bool]) -> str | None:
@@ -315,18 +316,18 @@ def choose_gpus(asked: str, find: Callable[[], list[str]]) -> list[str]:
     """The GPUs to use. ``auto``: all that ``find`` returns; ``none``: no GPU; a number: that many of them.
 
     Raises:
-        CommandError: there are fewer GPUs, or ``asked`` has another form.
+        PromptfedError: there are fewer GPUs, or ``asked`` has another form.
     """
     if asked == "none":
         return []
     if asked != "auto" and not (asked.isdecimal() and int(asked) > 0):
-        raise CommandError(f"--gpus {asked} is not known: use auto, none or a number", Exit.BAD_INPUT)
+        raise BadInput(f"--gpus {asked} is not known: use auto, none or a number")
     gpus = find()
     if asked == "auto":
         return gpus
     if int(asked) > len(gpus):
         text = f"--gpus {asked} asks for more GPUs than there are ({len(gpus)}): use auto, none or a smaller number"
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)
     return gpus[: int(asked)]
 
 

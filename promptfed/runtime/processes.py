@@ -21,7 +21,8 @@ from typing import Any, Literal, Protocol, Self
 
 from promptfed.console.output import full_disk, write_private
 from promptfed.sdk import operations
-from promptfed.sdk.client import CommandError, Coordinator, Exit
+from promptfed.sdk.client import Coordinator
+from promptfed.shared.errors import Failed
 from promptfed.shared.messages import Role
 
 MAX_RESTARTS = 3
@@ -36,7 +37,7 @@ OPERATOR_FILE = "operator.token"
 COORDINATOR_FOLDER = "coordinator"
 
 
-class ProcessFailed(RuntimeError):
+class ProcessFailed(Failed):
     """A service ended and is not restarted; the text holds its last lines."""
 
 
@@ -330,7 +331,7 @@ class Services(ABC):
         ``gpus`` are assigned in turn; without GPUs clients compute on the CPU.
 
         Raises:
-            CommandError: the clients did not enrol in time.
+            PromptfedError: the clients did not enrol in time.
             ProcessFailed: a client ended.
         """
         self.hand_out(self.api.send(operations.mint_token(federation, len(sites))).view.token)
@@ -346,7 +347,7 @@ class Services(ABC):
                 return
             if time.monotonic() > deadline:
                 text = f"only {enrolled} of {len(sites)} clients enrolled in {seconds:.0f} s: look at the logs"
-                raise CommandError(f"{text} with --keep FOLDER", Exit.FAILED)
+                raise Failed(f"{text} with --keep FOLDER")
             self.watch()
             time.sleep(POLL_SECONDS)
 
@@ -382,7 +383,7 @@ class LocalFederation(Services):
         self.processes.start(f"client-{site.name}", [*CLIENT, *arguments])
 
     def watch(self) -> list[str]:
-        """Restart those of ``processes`` that died. Raises CommandError where the disk is full: they would wait."""
+        """Restart those of ``processes`` that died. Raises PromptfedError where the disk is full: they would wait."""
         if shutil.disk_usage(self.folder).free < LEAST_ROOM:
             raise full_disk(self.folder)
         return self.processes.watch()
@@ -401,7 +402,7 @@ class LocalFederation(Services):
         deadline = time.monotonic() + START_SECONDS
         while not port_file.exists():
             if time.monotonic() > deadline:
-                raise CommandError(f"the coordinator did not start in {START_SECONDS:.0f} s", Exit.FAILED)
+                raise Failed(f"the coordinator did not start in {START_SECONDS:.0f} s")
             self.processes.watch()
             time.sleep(POLL_SECONDS)
         url = port_file.read_text().strip()

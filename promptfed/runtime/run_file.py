@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from promptfed.console.output import read_spec
 from promptfed.runtime.processes import Site
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.data import DataError
+from promptfed.shared.errors import BadInput
 from promptfed.shared.messages import Role
 from promptfed.shared.methods import needs_class_names, with_default_backbone
 from promptfed.shared.plain_text import counted
@@ -69,13 +69,13 @@ def read_run(path: Path, clients: int | None = None) -> RunFile:
     """Read the run in ``path``; ``clients`` overrides the file's number of trainers.
 
     Raises:
-        CommandError: the file cannot be read, ``clients`` is missing or invalid (with its path), a name occurs twice,
+        PromptfedError: the file cannot be read, ``clients`` is missing or invalid (with its path), a name occurs twice,
             or more trainers are requested than the file lists.
     """
     raw = read_spec(path)
     if "clients" not in raw:
         text = f"{path} has no `clients`: list them as `- {{name: eyes, data: 'folder:/data/eyes'}}`"
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)
     entries = _entries(raw.pop("clients"), path)
     sites = _sites(entries, clients, path)
     spec, chosen = completed({"name": path.stem, **raw}, sites)
@@ -109,16 +109,14 @@ def data_of(sites: Iterable[Site]) -> list[str]:
 def _entries(raw: Any, path: Path) -> list[ClientEntry]:
     listed = raw if isinstance(raw, list) else [raw]
     if not listed:
-        raise CommandError(f"{path}: `clients` is empty: list at least one", Exit.BAD_INPUT)
+        raise BadInput(f"{path}: `clients` is empty: list at least one")
     entries = []
     for number, entry in enumerate(listed):
         where = f"clients.{number}" if isinstance(raw, list) else "clients"
         try:
             entries.append(ClientEntry.model_validate(entry))
         except ValidationError as error:
-            raise CommandError(
-                f"{path}: {SpecError.from_validation(error, where, ClientEntry)}", Exit.BAD_INPUT
-            ) from None
+            raise BadInput(f"{path}: {SpecError.from_validation(error, where, ClientEntry)}") from None
     return entries
 
 
@@ -142,7 +140,7 @@ def _first_trainers(sites: list[Site], clients: int, path: Path) -> list[Site]:
     if clients > len(trainers):
         listed = counted(len(trainers), "trainer")
         text = f"{path} lists {listed}, not {clients}: ask for fewer, or give one entry with `count`"
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)
     kept = trainers[:clients]
     return [site for site in sites if site.role != "trainer" or site in kept]
 
@@ -152,13 +150,13 @@ def _check_names(sites: list[Site], path: Path) -> None:
     for site in sites:
         if not re.fullmatch(NAME_PATTERN, site.name):
             text = f"{path}: {site.name!r} is no client name: use letters, digits, '.', '_' and '-', at most 64"
-            raise CommandError(text, Exit.BAD_INPUT)
+            raise BadInput(text)
         if site.name in seen:
             text = f"{path}: two clients are named {site.name}: put {INDEX} into `name`, or give other names"
-            raise CommandError(text, Exit.BAD_INPUT)
+            raise BadInput(text)
         seen.add(site.name)
     if not any(site.role == "trainer" for site in sites):
-        raise CommandError(f"{path}: no client is a trainer: nothing would be learned", Exit.BAD_INPUT)
+        raise BadInput(f"{path}: no client is a trainer: nothing would be learned")
 
 
 def with_own_classes(spec: FederationSpec, sites: Sequence[Site]) -> FederationSpec:
@@ -173,9 +171,9 @@ def check_trainers(sites: Sequence[Site], wanted: int) -> None:
     """Refuse fewer trainers than ``participation.min_clients``: the federation would never start.
 
     Raises:
-        CommandError: there are fewer trainers.
+        PromptfedError: there are fewer trainers.
     """
     trainers = sum(site.role == "trainer" for site in sites)
     if trainers < wanted:
         text = f"{counted(trainers, 'trainer')} where participation.min_clients wants {wanted}: give more, or lower it"
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)

@@ -12,7 +12,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_t
 
 from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
-from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared.errors import BadInput, Misused
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,7 +21,7 @@ ANY_CLASS = ConfigDict(arbitrary_types_allowed=True, strict=True)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which refuses arguments of other types than it names with a CommandError."""
+    """``function``, which refuses arguments of other types than it names with a PromptfedError."""
     signature = inspect.signature(function)
 
     @cache
@@ -36,7 +36,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise CommandError(f"{function.__name__}: {error}", Exit.USAGE) from None
+            raise Misused(f"{function.__name__}: {error}") from None
         for name, value in bound.arguments.items():
             several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
             try:
@@ -47,7 +47,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
                 text = in_words(accepted()[name][0])
                 listed = isinstance(value, str) and "Sequence" in text
                 why = f"is a text: give a list of names or URIs, as [{value!r}]" if listed else f"is not {text}"
-                raise CommandError(f"{function.__name__}: {name}={value!r:.100} {why}", Exit.BAD_INPUT) from None
+                raise BadInput(f"{function.__name__}: {name}={value!r:.100} {why}") from None
         return function(*args, **kwargs)
 
     return call

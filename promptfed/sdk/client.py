@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +22,16 @@ from typing import Any, Generic, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from promptfed.shared.errors import (
+    BadInput,
+    CommandError,
+    Failed,
+    NotAllowed,
+    PromptfedError,
+    Refused,
+    Unreachable,
+    offences,
+)
 from promptfed.shared.service import digests
 from promptfed.shared.service.digests import Damaged
 from promptfed.shared.service.net import (
@@ -35,10 +45,10 @@ from promptfed.shared.service.net import (
     is_loopback,
     trust,
 )
-from promptfed.shared.service.reasons import Exit, offence, why
+from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.spec.section import PROTOCOL
 
-__all__ = ["CommandError", "Exit", "offences"]
+__all__ = ["CommandError"]
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 URL_VARIABLE = "PROMPTFED_COORDINATOR"
@@ -53,23 +63,6 @@ MOVING = ("store-away", "not-ready")  # 503s that another coordinator may not gi
 TOKEN_VARIABLE = "PROMPTFED_OPERATOR_TOKEN"  # noqa: S105 (a variable's name)
 View = TypeVar("View", bound=BaseModel)
 T = TypeVar("T")
-
-
-class CommandError(Exception):
-    """Ends the command with exit code ``exit``. It prints ``text`` on stderr: one line, or a list of several errors.
-
-    ``kind``: the kind of a coordinator's refusal, such as ``wrong-role``.
-    """
-
-    def __init__(self, text: str, exit: Exit, kind: str = ""):
-        super().__init__(text)
-        self.exit, self.kind = exit, kind
-
-
-def offences(errors: Sequence[Mapping[str, str]]) -> str:
-    """The errors of a spec as text. Each is ``{"path": ..., "detail": ...}``; several become lines under a heading."""
-    told = [f"{error['path']}: {error['detail']}" for error in errors]
-    return told[0] if len(told) == 1 else "\n  ".join([f"{len(told)} things are wrong:", *told])
 
 
 @dataclass(frozen=True)
@@ -93,15 +86,15 @@ class Answer(Generic[View]):
 
     @cached_property
     def json(self) -> Any:
-        """The answer with all keys, including unknown ones. Raises CommandError if it is not JSON."""
+        """The answer with all keys, including unknown ones. Raises PromptfedError if it is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError:
-            raise CommandError(f"{self.url} answers no JSON: is that a coordinator's address?", Exit.FAILED) from None
+            raise Failed(f"{self.url} answers no JSON: is that a coordinator's address?") from None
 
     @cached_property
     def view(self) -> View:
-        """The answer as a model, without unknown keys. Raises CommandError if it does not fit."""
+        """The answer as a model, without unknown keys. Raises PromptfedError if it does not fit."""
         return parse(self.model, self.json)
 
 
@@ -109,7 +102,7 @@ def parse(model: type[View], raw: object) -> View:
     """Parse a coordinator's answer as ``model``; keys of a later version are ignored.
 
     Raises:
-        CommandError: a field is missing, or has a value that this promptfed does not know.
+        PromptfedError: a field is missing, or has a value that this promptfed does not know.
     """
     try:
         return model.model_validate(raw, extra="ignore")
@@ -117,7 +110,7 @@ def parse(model: type[View], raw: object) -> View:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         text = f"this promptfed does not understand the coordinator's answer ({where}: {offence(first)})"
-        raise CommandError(f"{text}: use the coordinator's version", Exit.FAILED) from None
+        raise Failed(f"{text}: use the coordinator's version") from None
 
 
 Operation = Generator[Request[Any], Answer[Any], T]
@@ -134,7 +127,7 @@ class Coordinator:
     answer; requests that can safely be repeated are repeated for a minute.
 
     Raises:
-        CommandError: the token would be sent unencrypted to another machine, or the file of certificate authorities
+        PromptfedError: the token would be sent unencrypted to another machine, or the file of certificate authorities
                 or the proxy cannot be used.
     """
 
@@ -162,7 +155,7 @@ class Coordinator:
         return self._http.is_closed
 
     def run(self, operation: Operation[T]) -> T:
-        """The result of ``operation``. Raises CommandError as `send` does."""
+        """The result of ``operation``. Raises PromptfedError as `send` does."""
         try:
             request = next(operation)
             while True:
@@ -175,10 +168,10 @@ class Coordinator:
         """The answer to one request. What was damaged on the way is sent again where that is safe.
 
         Raises:
-            CommandError: the coordinator cannot be reached, or it refused; the text has the problem's detail and path.
+            PromptfedError: the coordinator cannot be reached, or refuses; the text has the problem's detail and path.
         """
         if self.is_closed:
-            raise CommandError(f"the connection to {self.url} is closed: connect again", Exit.BAD_INPUT)
+            raise BadInput(f"the connection to {self.url} is closed: connect again")
         try:
             return _answer(request, self._response(request))
         except PASSING as error:
@@ -187,7 +180,7 @@ class Coordinator:
                 text = _unusable(request, error)
             elif request.verb != "GET" and not isinstance(error, UNSENT):
                 text = f"{self._failed} took the request and gives no answer: look before you repeat it"
-            raise CommandError(explained(error, self._failed) or text, Exit.UNREACHABLE) from None
+            raise Unreachable(explained(error, self._failed) or text) from None
 
     def _response(self, request: Request[View]) -> httpx.Response:
         deadline = time.monotonic() + (RESTART_SECONDS if self._meanwhile is not None else TAKEOVER_SECONDS)
@@ -276,7 +269,7 @@ class AsyncCoordinator:
             return result
 
     async def send(self, request: Request[View]) -> Answer[View]:
-        """The answer to one request, as of `Coordinator.send`. Raises CommandError, httpx.TransportError."""
+        """The answer to one request, as of `Coordinator.send`. Raises PromptfedError, httpx.TransportError."""
         until = time.monotonic() + TAKEOVER_SECONDS
         while True:
             sent = _built(self._http, request, request.path)
@@ -286,7 +279,7 @@ class AsyncCoordinator:
             except (Damaged, httpx.DecodingError) as error:
                 harmless = request.verb == "GET" or isinstance(error, Damaged)
                 if not harmless or time.monotonic() > until:
-                    raise CommandError(_unusable(request, error), Exit.UNREACHABLE) from None
+                    raise Unreachable(_unusable(request, error)) from None
             await asyncio.sleep(RETRY_SECONDS)
 
 
@@ -303,7 +296,7 @@ def _received(request: Request[Any], response: httpx.Response) -> httpx.Response
 
     Raises:
         Damaged: it cannot, and the request can safely be sent again.
-        CommandError: it cannot, and the coordinator has done what was asked.
+        PromptfedError: it cannot, and the coordinator has done what was asked.
     """
     try:
         proven = digests.is_proven(response.headers, response.content, response.status_code == 206)
@@ -314,7 +307,7 @@ def _received(request: Request[Any], response: httpx.Response) -> httpx.Response
         damaged = error if isinstance(error, Damaged) else Damaged("it is not JSON")
         if request.verb == "GET" or not response.is_success:
             raise damaged from None
-        raise CommandError(_unusable(request, damaged), Exit.UNREACHABLE) from None
+        raise Unreachable(_unusable(request, damaged)) from None
     if response.status_code == 400 and _kind(_problem(response)) == "digest-mismatch":
         raise Damaged("the request arrived as something else")
     return response
@@ -333,7 +326,7 @@ def _answer(request: Request[View], response: httpx.Response) -> Answer[View]:
     if response.is_success:
         return Answer(request.model, str(response.url), response.headers, response.content)
     problem = _problem(response)
-    raise CommandError(*_refusal(response, problem), kind=_kind(problem))
+    raise _refusal(response, problem)
 
 
 def _kind(problem: Mapping[str, Any]) -> str:
@@ -348,18 +341,18 @@ def _problem(response: httpx.Response) -> Mapping[str, Any]:
     return {}
 
 
-def _refusal(response: httpx.Response, problem: Mapping[str, Any]) -> tuple[str, Exit]:
+def _refusal(response: httpx.Response, problem: Mapping[str, Any]) -> PromptfedError:
     detail = problem.get("detail") or problem.get("title") or response.reason_phrase
-    errors = [item for item in problem.get("errors", []) if "path" in item]
+    kind, errors = _kind(problem), [item for item in problem.get("errors", []) if "path" in item]
     places = "; ".join(f"{item['path']}: {item['detail']}" for item in errors)
     text = f"{detail}{f' ({places})' if places and places not in str(detail) else ''}"
     if len(errors) > 1 and places == detail:
         text = offences(errors)
     if not problem:
-        return f"{response.url} answers {response.status_code} {text}: is that a coordinator's address?", Exit.FAILED
+        return Failed(f"{response.url} answers {response.status_code} {text}: is that a coordinator's address?")
     if response.status_code in (401, 403):
-        return f"{text}: give the operator token with --token-file or {TOKEN_VARIABLE}", Exit.NOT_ALLOWED
-    return text, Exit.REFUSED if response.status_code < 500 else Exit.FAILED
+        return NotAllowed(f"{text}: give the operator token with --token-file or {TOKEN_VARIABLE}", kind)
+    return (Refused if response.status_code < 500 else Failed)(text, kind)
 
 
 def _connection(url: str) -> dict[str, Any]:
@@ -368,37 +361,37 @@ def _connection(url: str) -> dict[str, Any]:
         try:
             parts = address_parts(address)
         except ValueError as error:
-            raise CommandError(f"--coordinator: {error}", Exit.BAD_INPUT) from None
+            raise BadInput(f"--coordinator: {error}") from None
         if parts.scheme == "http" and not is_loopback(parts.hostname or "") and not os.environ.get(PLAIN_VARIABLE):
             text = (
                 f"{address} would carry the operator token unencrypted: use https://, or promptfed --allow-plain-http"
             )
-            raise CommandError(f"{text} (or ${PLAIN_VARIABLE})", Exit.BAD_INPUT)
+            raise BadInput(f"{text} (or ${PLAIN_VARIABLE})")
     ca_file = os.environ.get(CA_VARIABLE)
     try:
         verify = trust(Path(ca_file) if ca_file and "https://" in url else None)
         return http_options(url, verify, os.environ.get(PROXY_VARIABLE) or None)
     except ValueError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
+        raise BadInput(str(error)) from None
 
 
 def open_coordinator(url: str | None, token_file: Path | None) -> Coordinator:
     """Connect to the coordinator that the options or the environment name.
 
     Raises:
-        CommandError: there is no operator token, or a file cannot be read.
+        PromptfedError: there is no operator token, or a file cannot be read.
     """
     address = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
     if token_file is not None:
         try:
             token = token_file.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise CommandError(f"cannot read the token file {token_file}: {why(error)}", Exit.BAD_INPUT) from None
+            raise BadInput(f"cannot read the token file {token_file}: {why(error)}") from None
     else:
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
     if not token:
         text = (
             f"no operator token: give --token-file (it lies in the coordinator's data folder) or set {TOKEN_VARIABLE}"
         )
-        raise CommandError(text, Exit.NOT_ALLOWED)
+        raise NotAllowed(text)
     return Coordinator(address, token)

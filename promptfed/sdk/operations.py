@@ -10,13 +10,14 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
-from promptfed.sdk.client import Answer, CommandError, Exit, Operation, Request, View
+from promptfed.sdk.client import Answer, Operation, Request, View
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api import api_schemas, report_schemas
 from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.api.api_schemas import PrivacyView
 from promptfed.shared.api.export_card import Facts
 from promptfed.shared.api.report_schemas import ReplayReport
+from promptfed.shared.errors import Failed
 from promptfed.shared.spec.spec import FederationSpec
 
 Page = TypeVar(
@@ -197,7 +198,7 @@ def take(federation: str, round: int | None = None) -> Operation[FederationResul
     """The complete result of a federation after ``round``, by default after the selected or last finished round.
 
     Raises:
-        CommandError: the coordinator refuses, or the received state does not have its hash.
+        PromptfedError: the coordinator refuses, or the received state does not have its hash.
     """
     so_far = yield from accuracies(federation)
     reports = so_far.reports
@@ -253,6 +254,6 @@ def _check(body: bytes, expected: str) -> None:
     try:
         actual = state_hash(decode(body)[0])
     except TensorError as error:
-        raise CommandError(f"the coordinator's state cannot be read: {error}", Exit.FAILED) from None
+        raise Failed(f"the coordinator's state cannot be read: {error}") from None
     if actual != expected:
-        raise CommandError(f"the state has the hash {actual}, not {expected}: it was damaged on its way", Exit.FAILED)
+        raise Failed(f"the state has the hash {actual}, not {expected}: it was damaged on its way")

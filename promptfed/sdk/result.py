@@ -73,7 +73,7 @@ class FederationResult:
 
     @cached_property
     def federation(self) -> FederationView:
-        """The status as a model. Raises CommandError if this promptfed does not understand it."""
+        """The status as a model. Raises PromptfedError if this promptfed does not understand it."""
         return parse(FederationView, self.status)
 
     @cached_property

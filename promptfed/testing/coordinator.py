@@ -16,7 +16,7 @@ from promptfed.coordinator.app import create_app
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.settings import Settings
 from promptfed.sdk.arguments import all_checked, checked
-from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared.errors import BadInput
 from promptfed.shared.spec.spec import SpecError
 from promptfed.testing.clients import PATIENCE, ScriptedClient, bearer, spec
 
@@ -124,7 +124,7 @@ class RealCoordinator(OperatorCalls):
         try:
             self.settings = Settings(data_dir=folder, **options)
         except ValidationError as error:
-            raise CommandError(str(SpecError.from_validation(error)), Exit.BAD_INPUT) from None
+            raise BadInput(str(SpecError.from_validation(error))) from None
         self.app = create_app(self.settings)
         self.http = self.serve()
         token = self.settings.operator_token_file or folder / "operator.token"

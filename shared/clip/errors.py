@@ -3,8 +3,10 @@
 import difflib
 from collections.abc import Iterable
 
+from promptfed.shared.errors import BadInput
 
-class BackboneError(ValueError):
+
+class BackboneError(BadInput, ValueError):
     """A backbone cannot be loaded or does not support an operation; the message gives the problem and a remedy."""
 
 

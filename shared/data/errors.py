@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from promptfed.shared.errors import BadInput
+
 _TOLD = 3  # problems in a message; of further ones only the number
 
 
-class DataError(ValueError):
+class DataError(BadInput, ValueError):
     """A data URI or its data cannot be used; the message gives the reason in one line.
 
     ``problems`` has a sentence for every problem, where the message has only the first ones.

@@ -192,7 +192,7 @@ def needs_class_names(raw: dict[str, Any]) -> bool:
     return raw.get("class_names") is None and not works(None) and works(("a", "b"))
 
 
-def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
+def resolve_spec(raw: Mapping[str, Any]) -> FederationSpec:
     """Resolve a spec: omitted fields get the method's defaults.
 
     Raises:

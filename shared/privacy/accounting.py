@@ -27,6 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from promptfed.shared.errors import BadInput
 from promptfed.shared.files import write_whole
 
 RECORDED = 1e-4  # grid of the privacy loss for every recorded or enforced ε
@@ -43,7 +44,7 @@ ACCOUNTANT = "pld"
 Mechanism = Literal["gaussian", "laplace"]
 
 
-class PrivacyError(ValueError):
+class PrivacyError(BadInput, ValueError):
     """The request cannot be accounted for; the text names the number and its bounds."""
 
 

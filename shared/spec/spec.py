@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator
 
+from promptfed.shared.errors import BadInput
 from promptfed.shared.plain_text import expect_visible
 from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
@@ -136,12 +137,15 @@ Template = Annotated[str, Field(max_length=500), Visible, AfterValidator(_with_o
 """A text with ``{}`` where the class name goes."""
 
 
-class SpecError(ValueError):
+class SpecError(BadInput, ValueError):
     """A spec that cannot be run. ``errors`` lists ``{"path": "training.epochs", "detail": "..."}``."""
 
     def __init__(self, errors: list[dict[str, str]]):
         super().__init__("; ".join(f"{error['path']}: {error['detail']}" for error in errors))
         self.errors = errors
+
+    def __reduce__(self) -> tuple[type[SpecError], tuple[list[dict[str, str]]]]:
+        return type(self), (self.errors,)
 
     @classmethod
     def from_validation(

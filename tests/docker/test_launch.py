@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from promptfed.sdk.client import Exit
+from promptfed.shared.service.reasons import Exit
 from tests.docker.conftest import docker, wait_for
 
 TINY = {"backbone": {"model": "promptfed-tiny"}}

@@ -280,7 +280,7 @@ def test_a_method_that_is_none_or_named_as_another_is_refused(page: dict[str, An
         (Incomplete, "does not define"),
         (int, "method=<class 'int'> is not str"),
     ):
-        with pytest.raises(promptfed.CommandError, match=says):
+        with pytest.raises(promptfed.PromptfedError, match=says):
             promptfed.run(kind, ["digits"])
     assert METHODS["promptfl"].__module__.endswith("promptfl")
     assert "incomplete" not in METHODS

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from promptfed.sdk.backbone import open_backbone
-from promptfed.sdk.client import Exit
 from promptfed.shared.clip import shape_of
+from promptfed.shared.methods.core.spec_backbone import open_backbone
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.spec.spec import BackboneSpec
 from tests.support.coordinators import in_thread
 from tests.support.waiting import PATIENCE, wait_for

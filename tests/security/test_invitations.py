@@ -23,7 +23,8 @@ from promptfed.client_service.joining import invited
 from promptfed.client_service.joining.invited import AUTHORITY, accept
 from promptfed.coordinator.domain import clock
 from promptfed.sdk import operations
-from promptfed.sdk.client import CA_VARIABLE, CommandError, Coordinator
+from promptfed.sdk.client import CA_VARIABLE, Coordinator
+from promptfed.shared.errors import PromptfedError
 from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.service.invitation import Invitation, decode
 from promptfed.shared.service.net import certificate_hash
@@ -194,7 +195,7 @@ def test_tls_where_none_is_expected_and_the_reverse_are_named(tmp_path: Path, mo
     monkeypatch.delenv(CA_VARIABLE, raising=False)
 
     def told(url: str, ca_file: Path | None = None) -> str:
-        with pytest.raises(CommandError) as refusal, Coordinator(url, TOKEN) as api:
+        with pytest.raises(PromptfedError) as refusal, Coordinator(url, TOKEN) as api:
             api.send(operations.get_federation("pets"))
         assert refusal.value.exit == Exit.UNREACHABLE
 

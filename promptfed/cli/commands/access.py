@@ -13,8 +13,9 @@ from promptfed.cli.commands.federation import group
 from promptfed.cli.common import Api, AskedLater, Client, Federation, Json, Written, Yes, confirm, refuse
 from promptfed.console.output import console, expect_new, print_json, say, table, tell, write_private
 from promptfed.sdk import operations
-from promptfed.sdk.client import CommandError, Coordinator, Exit
+from promptfed.sdk.client import Coordinator
 from promptfed.shared.api.api_schemas import AuditEntry, BrokenChain, ClientView, OperatorView, TokenView, check_chain
+from promptfed.shared.errors import BadInput, Refused
 from promptfed.shared.plain_text import counted
 from promptfed.shared.service.reasons import why
 
@@ -110,7 +111,7 @@ def token(
 ) -> None:
     """Mint a token with which clients enrol; or list the tokens, or revoke one."""
     if listed and revoke is not None:
-        raise CommandError("--list and --revoke are two things: give one of them", Exit.BAD_INPUT)
+        raise BadInput("--list and --revoke are two things: give one of them")
     if listed or revoke is not None:
         refuse(written & {"out", "uses", "hours", "name", "role", "client"}, "of a new token; nothing is minted here")
     expect_new(out)
@@ -242,10 +243,10 @@ def verify(
     try:
         number, last = check_chain(entries)
     except BrokenChain as broken:
-        raise CommandError(f"the audit log was tampered with: {broken}", Exit.REFUSED) from None
+        raise Refused(f"the audit log was tampered with: {broken}") from None
     if head is not None and head not in {entry.hash for entry in entries}:
         text = f"no entry has the hash {head}: its end was cut, or all of it was written anew"
-        raise CommandError(f"the audit log was tampered with: {text}", Exit.REFUSED)
+        raise Refused(f"the audit log was tampered with: {text}")
     tell(
         as_json,
         {"entries": number, "head": last},
@@ -264,8 +265,8 @@ def _read(file: Path) -> list[AuditEntry]:
         for line in filter(None, file.read_text().split("\n")):
             entries.append(AuditEntry.model_validate_json(line))
     except OSError as error:
-        raise CommandError(f"cannot read {file}: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"cannot read {file}: {why(error)}") from None
     except ValueError:
         text = f"line {len(entries) + 1} of {file} is no entry" if entries else f"{file} is not an audit log"
-        raise CommandError(f"{text}: give what `promptfed audit-log show --json` has printed", Exit.BAD_INPUT) from None
+        raise BadInput(f"{text}: give what `promptfed audit-log show --json` has printed") from None
     return entries

@@ -32,7 +32,7 @@ from promptfed.console.output import (
     write_file,
 )
 from promptfed.runtime.run_file import read_run
-from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared.errors import BadInput
 from promptfed.shared.plain_text import counted, shortened
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _seeds(text: str) -> tuple[int, ...]:
     """Those that are listed; a number alone says how many, from 12 on."""
     given = whole_numbers(text, "--seeds")
     if given == (0,):
-        raise CommandError("--seeds 0: give how many seeds, at least 1, or which, as in 0,1,2", Exit.BAD_INPUT)
+        raise BadInput("--seeds 0: give how many seeds, at least 1, or which, as in 0,1,2")
     return given if len(given) > 1 else tuple(range(12, 12 + given[0]))
 
 

@@ -13,8 +13,8 @@ import typer
 from promptfed.cli.app import app, with_options
 from promptfed.cli.common import Json
 from promptfed.console.output import console, expect_suffix, listing, note, percent, print_json, say, table
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.data import DataError
+from promptfed.shared.errors import BadInput
 from promptfed.shared.plain_text import counted, look_alikes, plain, quoted
 from promptfed.shared.service.reasons import why
 
@@ -85,7 +85,7 @@ def show(
     from promptfed.shared.data.source import joined
 
     if part not in (None, "train", "test"):
-        raise CommandError(f"there is no part {part!r}: use train or test", Exit.BAD_INPUT)
+        raise BadInput(f"there is no part {part!r}: use train or test")
     expect_suffix(out, ".png", "a PNG picture")
     with _listing_problems(uri, as_json):
         source = open_source(uri, role)
@@ -96,7 +96,7 @@ def show(
         parts = both if part is None else {part: both[part]}
         split = joined(*parts.values())
         if not len(split):
-            raise CommandError(f"{uri} has no image in {part or 'train and test'}: give --part test", Exit.BAD_INPUT)
+            raise BadInput(f"{uri} has no image in {part or 'train and test'}: give --part test")
         alike_rows = _copies(split) if uri.partition(":")[0] in OF_FILES else []
         notes = [name for name, own in parts.items() for _ in range(len(own))]
         sheet = contact_sheet(split, source.class_names, count, notes, [row for group in alike_rows for row in group])
@@ -180,7 +180,7 @@ def _listing_problems(uri: str, as_json: bool) -> Iterator[None]:
             raise
         for problem in () if as_json else error.problems:
             say(plain(problem))
-        raise CommandError(f"{uri} has {counted(len(error.problems), 'problem')}", Exit.BAD_INPUT) from None
+        raise BadInput(f"{uri} has {counted(len(error.problems), 'problem')}") from None
 
 
 def _counts(source: Source) -> dict[str, dict[str, int]]:
@@ -216,4 +216,4 @@ def _save(sheet: Image, out: Path) -> None:
     try:
         sheet.quantize(128).save(out, "PNG", optimize=True)
     except OSError as error:
-        raise CommandError(f"{out} cannot be written: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"{out} cannot be written: {why(error)}") from None

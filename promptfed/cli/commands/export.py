@@ -21,8 +21,8 @@ from promptfed.cli.common import (
     refuse,
 )
 from promptfed.console.output import expect_new, say, tell
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.operations import take
+from promptfed.shared.errors import Misused
 from promptfed.shared.machine import on_signals
 from promptfed.shared.plain_text import plain
 
@@ -120,7 +120,7 @@ def serve(
     from promptfed.shared.service.process import unfit_server
 
     if (unfit := unfit_server()) is not None:
-        raise CommandError(unfit, Exit.USAGE)
+        raise Misused(unfit)
     from promptfed.client_service.exits import ClientError
     from promptfed.client_service.serving.api import create_export_app
     from promptfed.client_service.settings import read_token
@@ -129,7 +129,7 @@ def serve(
     from promptfed.shared.service.net import is_loopback
 
     if token_file is None and not is_loopback(host):
-        raise CommandError(f"a service on {host} needs --token-file: only loopback is open to all", Exit.USAGE)
+        raise Misused(f"a service on {host} needs --token-file: only loopback is open to all")
     try:
         token = None if token_file is None else read_token(token_file, "token")
         model, names = model_of_export(export, class_names, key=key)
@@ -142,7 +142,7 @@ def serve(
         }
         asyncio.run(_serve(create_export_app(about, predictor_of(served), token, host), host, port))
     except ClientError as error:
-        raise CommandError(str(error), Exit.USAGE) from None
+        raise Misused(str(error)) from None
 
 
 async def _serve(api: FastAPI, host: str, port: int) -> None:

@@ -25,11 +25,12 @@ from promptfed.console.output import (
 )
 from promptfed.console.progress import Snapshot, Watcher, describe_round, follow, loss_of, means_of, result_table
 from promptfed.sdk import operations
-from promptfed.sdk.client import CommandError, Coordinator, Exit
+from promptfed.sdk.client import Coordinator
 from promptfed.shared.api.api_schemas import CentralPrivacyView, ClientPrivacy, FederationView, SelectionView
 from promptfed.shared.api.report_schemas import RoundReport
+from promptfed.shared.errors import EndedBadly, Failed, Misused
 from promptfed.shared.messages import ENDED, Role
-from promptfed.shared.methods import with_default_backbone
+from promptfed.shared.methods import resolve_spec, with_default_backbone
 from promptfed.shared.plain_text import counted, plain
 
 group = app.group("federation", "Create, watch and steer federations at a coordinator.", "Operate federations")
@@ -59,7 +60,7 @@ def create(
 ) -> None:
     """Create a federation from a spec."""
     if spec is None and export is None:
-        raise CommandError("give the file of a spec, or --from EXPORT", Exit.USAGE)
+        raise Misused("give the file of a spec, or --from EXPORT")
     if export is None:
         refuse(written & {"key"}, "of an export; give --from too, or leave it out")
     if export is not None or not backbone:
@@ -75,9 +76,9 @@ def create(
     else:
         asked, chosen = with_default_backbone(asked, data)
         if backbone:
-            from promptfed.sdk.backbone import resolve, with_backbone
+            from promptfed.shared.methods.core.spec_backbone import with_backbone
 
-            resolved, initial_state = with_backbone(resolve(asked), allow_backbone)
+            resolved, initial_state = with_backbone(resolve_spec(asked), allow_backbone)
             asked = {**asked, "backbone": resolved.backbone.model_dump(mode="json", exclude_unset=True)}
     if chosen is not None:
         note(chosen)
@@ -146,7 +147,7 @@ def watch(federation: Federation, api: Api, as_json: Json = False) -> None:
         _show_result(api, federation)
     if answer.view.state != "finished":
         reason = f": {answer.view.reason}" if answer.view.reason else ""
-        raise CommandError(f"{answer.view.name} is {answer.view.state}{reason}", Exit.FEDERATION_ENDED_BADLY)
+        raise EndedBadly(f"{answer.view.name} is {answer.view.state}{reason}")
 
 
 def finished(api: Coordinator, federation: str, last: int = -1) -> list[RoundReport]:
@@ -390,4 +391,4 @@ def replay(
     ]
     if others:
         more = f" and {len(others) - MOST_SHOWN} more" if len(others) > MOST_SHOWN else ""
-        raise CommandError(f"not the run that was recorded: {'; '.join(others[:MOST_SHOWN])}{more}", Exit.FAILED)
+        raise Failed(f"not the run that was recorded: {'; '.join(others[:MOST_SHOWN])}{more}")

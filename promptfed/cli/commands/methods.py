@@ -12,7 +12,7 @@ import typer
 from promptfed.cli.app import app
 from promptfed.cli.common import Json, Written, refuse
 from promptfed.console.output import console, listing, new_folder, print_json, say, table
-from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared.errors import BadInput, PromptfedError
 from promptfed.shared.spec.spec import SpecError
 
 START = Path(__file__).parents[1] / "start"
@@ -38,7 +38,7 @@ def init(
         listing([(name, read_preset(name).title) for name in preset_names()])
         return
     if folder is None:
-        raise CommandError("name a new folder, as in: promptfed init mine", Exit.BAD_INPUT)
+        raise BadInput("name a new folder, as in: promptfed init mine")
     run = (START / RUN).read_text() if preset is None else _of_paper(preset, root)
     with new_folder(folder):
         for file in START.iterdir():
@@ -60,8 +60,8 @@ def _of_paper(name: str, root: Path) -> str:
     where = str(root.absolute())
     try:
         jobs = preset.bench((0,), panel=panel, root=where).jobs()
-    except CommandError as error:
-        raise CommandError(f"{str(error).rstrip('.')}; {preset.wanted(str(root))}", Exit.BAD_INPUT) from None
+    except PromptfedError as error:
+        raise BadInput(f"{str(error).rstrip('.')}; {preset.wanted(str(root))}") from None
     own = list(preset.methods)[-1]
     job = next(job for job in jobs if job.entry.label == own)
     clients = [
@@ -95,7 +95,7 @@ def methods(
     try:
         method = describe(name)
     except SpecError as error:
-        raise CommandError(error.errors[0]["detail"], Exit.BAD_INPUT) from None
+        raise BadInput(error.errors[0]["detail"]) from None
     if as_json:
         print_json(method)
         return

@@ -10,7 +10,7 @@ import typer
 from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, AskedLater, ClassNames, Json, Key, Written, refuse
 from promptfed.console.output import console, expect_suffix, note, print_json, table
-from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared.errors import BadInput, Misused
 from promptfed.shared.service.reasons import why
 
 
@@ -36,11 +36,11 @@ def predict(
 ) -> None:
     """Classify images with what a federation learned, beside the same backbone's zero-shot answer."""
     if (export is None) == (federation is None):
-        raise CommandError("say what to predict with: --export FOLDER or --federation NAME", Exit.USAGE)
+        raise Misused("say what to predict with: --export FOLDER or --federation NAME")
     folders = [path for path in images if path.is_dir()]
     if (folders and (len(images) > 1 or as_json)) or (out is not None and not folders):
         text = "a folder is given alone, its answers are CSV (--out FILE); files are told one by one (--json)"
-        raise CommandError(text, Exit.USAGE)
+        raise Misused(text)
     if export is not None:
         refuse(written & {"round", "coordinator", "token_file"}, "for --federation; leave it out")
     else:
@@ -110,9 +110,9 @@ def pool(
             content = file.read_bytes()
             site = sites.validate_json(content)
         except OSError as error:
-            raise CommandError(f"cannot read {file}: {why(error)}", Exit.BAD_INPUT) from None
+            raise BadInput(f"cannot read {file}: {why(error)}") from None
         except ValidationError:
-            raise CommandError(f"{file} is not a {SCORE_FILE}: `promptfed score` writes one", Exit.BAD_INPUT) from None
+            raise BadInput(f"{file} is not a {SCORE_FILE}: `promptfed score` writes one") from None
         states.add(site.state)
         first = tested.setdefault(f"{site.state} {site.tested or site.model_dump_json()}", file)
         if first != file:
@@ -125,7 +125,7 @@ def pool(
             known.setdefault(name, []).extend([estimate] if estimate is not None else [])
     if len(tested) < 2 or len(states) > 1 or None in states:
         reason = "give two sites or more" if len(tested) < 2 else "the sites have not scored the same export"
-        raise CommandError(f"{reason}: each runs `promptfed score` on the same export", Exit.BAD_INPUT)
+        raise BadInput(f"{reason}: each runs `promptfed score` on the same export")
     pooled = {name: mean for name, estimates in known.items() if (mean := pool_estimates(estimates)) is not None}
     if as_json:
         figures = {name: mean.model_dump() for name, mean in pooled.items()}

@@ -50,12 +50,14 @@ from promptfed.console.progress import Snapshot, Watcher, follow, open_tracker, 
 from promptfed.runtime.processes import LocalFederation, Processes, Services, Site, interrupt_on_sigterm
 from promptfed.runtime.run_file import RunFile, check_trainers, read_run, with_own_classes
 from promptfed.sdk import operations
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared import get_extra
 from promptfed.shared.data.demo import DEMOS, Demo
+from promptfed.shared.errors import BadInput, EndedBadly, Failed, Refused
+from promptfed.shared.methods import resolve_spec
 from promptfed.shared.plain_text import counted
 from promptfed.shared.service.net import bind
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.service.streams import leave
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, SpecError
 
@@ -120,9 +122,8 @@ def simulate(
     interrupt_on_sigterm()
     started = time.monotonic()
     run = read_run(spec, clients)
-    from promptfed.sdk.backbone import resolve
 
-    resolved = resolve(run.spec)
+    resolved = resolve_spec(run.spec)
     options: dict[str, Any] = {
         "pool": pool, "device": device, "allow_backbone": allow_backbone, "new_data": new_data,
     }  # fmt: skip
@@ -161,7 +162,7 @@ def results_folder(out: Path | None) -> Iterator[Path]:
     """``out``, which is new, empty, or holds a run that was interrupted; a temporary folder if it is None.
 
     Raises:
-        CommandError: the folder cannot be used.
+        PromptfedError: the folder cannot be used.
     """
     if out is not None and out.is_dir() and [entry.name for entry in out.iterdir()] == [RUN_FOLDER]:
         yield out
@@ -301,7 +302,7 @@ def launch(
     engine = None
     if runtime == "docker" and os.environ.get("PROMPTFED_BACKBONE_FILE"):
         text = "containers do not see a file of weights here: build an image on top of promptfed's that holds it"
-        raise CommandError(f"{text}, or run --runtime process", Exit.BAD_INPUT)
+        raise BadInput(f"{text}, or run --runtime process")
     if runtime == "docker":
         from promptfed.runtime.containers import open_engine
 
@@ -338,7 +339,7 @@ def conduct(
     """Run a federation to its end; its result.
 
     Raises:
-        CommandError: the federation did not finish.
+        PromptfedError: the federation did not finish.
         ProcessFailed: a service ended for good.
     """
     federation = services.create(spec, initial_state)
@@ -351,10 +352,10 @@ def conduct(
     for snapshot in follow(services.api, federation, between=lambda: _revive(services, watcher)):
         watcher.show(snapshot)
     if snapshot.state != "finished":
-        raise CommandError(f"the federation is {snapshot.describe()}: {LOGS}", Exit.FEDERATION_ENDED_BADLY)
+        raise EndedBadly(f"the federation is {snapshot.describe()}: {LOGS}")
     result = services.api.run(operations.accuracies(federation))
     if result.evaluated_round is None:
-        raise CommandError(f"no client sent an accuracy: {LOGS}", Exit.FAILED)
+        raise Failed(f"no client sent an accuracy: {LOGS}")
     return result
 
 
@@ -362,13 +363,13 @@ def check_port(port: int) -> None:
     """Check, before anything is started, that a port is free.
 
     Raises:
-        CommandError: it is in use.
+        PromptfedError: it is in use.
     """
     try:
         bind("127.0.0.1", port).close()
     except OSError as error:
         text = f"port {port} cannot be used ({error.strerror}): give --port another, or 0 for any free one"
-        raise CommandError(text, Exit.BAD_INPUT) from None
+        raise BadInput(text) from None
 
 
 def show_result(result: FederationResult, seconds: float) -> None:
@@ -398,10 +399,10 @@ def summary(result: FederationResult, seconds: float) -> dict[str, Any]:
 
 def _prepared(run: RunFile, allow_backbone: AllowedBackbones) -> tuple[FederationSpec, bytes | None]:
     """The resolved spec, and the initial state if a backbone must make it."""
-    from promptfed.sdk.backbone import resolve, with_backbone
+    from promptfed.shared.methods.core.spec_backbone import with_backbone
 
     # Rounds start once everybody is there, so that evaluators see the first evaluation too.
-    prepared = with_backbone(with_own_classes(resolve({**run.spec, "start": "manual"}), run.sites), allow_backbone)
+    prepared = with_backbone(with_own_classes(resolve_spec({**run.spec, "start": "manual"}), run.sites), allow_backbone)
     check_trainers(run.sites, prepared[0].participation.min_clients)
     return prepared
 
@@ -455,7 +456,7 @@ def demo(
     interrupt_on_sigterm()
     started = time.monotonic()
     if data not in DEMOS:
-        raise CommandError(f"there is no demo {data!r}: use {' or '.join(sorted(DEMOS))}", Exit.BAD_INPUT)
+        raise BadInput(f"there is no demo {data!r}: use {' or '.join(sorted(DEMOS))}")
     method = method or DEMOS[data].method
     spec = demo_spec(DEMOS[data], method, rounds, seed)
     with new_folder(keep, "--keep") as folder, Watcher(spec.rounds, quiet=as_json) as watcher:
@@ -481,9 +482,8 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
     """The spec of a demo: the data's training settings, three clients, each asked every round.
 
     Raises:
-        CommandError: there is no such method, or it cannot run so; the data are not installed.
+        PromptfedError: there is no such method, or it cannot run so; the data are not installed.
     """
-    from promptfed.shared.data import DataError
     from promptfed.shared.data.registry import class_names_of
     from promptfed.shared.data.schemes import all_drawn
     from promptfed.shared.methods import method_class, resolve_spec, with_default_backbone
@@ -492,7 +492,7 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
     try:
         ignored = method_class(method).ignores
     except SpecError as error:
-        raise CommandError(str(error), Exit.REFUSED) from None
+        raise Refused(str(error)) from None
     spec = {
         "name": f"demo-{method}".replace("_", "-"),
         "method": {"name": method},
@@ -513,20 +513,18 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
         if not (all_drawn(uris) or demo.scans):
             class_names_of(uris[0], "trainer")  # somebody else's package may be missing
         return resolve_spec(with_default_backbone(spec, uris)[0])
-    except DataError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
     except SpecError as error:
-        raise CommandError(str(error), Exit.REFUSED) from None
+        raise Refused(str(error)) from None
 
 
 def _draw_scans(sites: tuple[str, ...], folder: Path) -> None:
-    """Draw DICOM files of invented patients for each of the ``sites``. Raises CommandError without pydicom."""
+    """Draw DICOM files of invented patients for each of the ``sites``. Raises PromptfedError without pydicom."""
     if not sites:
         return
     try:
         from promptfed.shared.data.medical.phantoms import write_patients
     except ImportError:
-        raise CommandError(f"DICOM files need pydicom: {get_extra('medical')}", Exit.BAD_INPUT) from None
+        raise BadInput(f"DICOM files need pydicom: {get_extra('medical')}") from None
     for number, site in enumerate(sites):
         write_patients(folder / site, PATIENTS, IMAGES_EACH, number, site)
 
@@ -563,4 +561,4 @@ def track(
     result = {"federation": federation, "state": end.state, "last_round": written, "to": to}
     tell(as_json, result, f"Wrote the rounds up to {written} to {', '.join(to)}.")
     if end.state != "finished":
-        raise CommandError(f"the federation is {end.describe()}", Exit.FEDERATION_ENDED_BADLY)
+        raise EndedBadly(f"the federation is {end.describe()}")

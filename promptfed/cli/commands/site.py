@@ -19,6 +19,7 @@ import typer
 
 from promptfed.cli.app import Made, app
 from promptfed.cli.common import Json, Written, options_of, refuse, use_backbone_file
+from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.invited import GIVEN, accept
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.settings import Settings as ClientSettings
@@ -26,7 +27,8 @@ from promptfed.client_service.settings import ledger_path, make_settings
 from promptfed.client_service.state import site_log
 from promptfed.console.output import console, print_json, read_federation, say, table, tell
 from promptfed.coordinator.settings import Settings as CoordinatorSettings
-from promptfed.sdk.client import PROXY_VARIABLE, CommandError, Exit
+from promptfed.sdk.client import PROXY_VARIABLE
+from promptfed.shared.errors import BadInput, Refused
 from promptfed.shared.methods.core.default_backbone import default_backbone
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.service.streams import leave
@@ -102,18 +104,18 @@ def open_ledger(
     ledger: Annotated[Path | None, typer.Option(help="its file; default: the data set's own")] = None,
     dataset: Annotated[str | None, typer.Option(help="name of the data set; default: default")] = None,
 ) -> Ledger:
-    """The ledger of a data set. Raises CommandError if both are given."""
+    """The ledger of a data set. Raises PromptfedError if both are given."""
     if ledger is not None and dataset is not None:
-        raise CommandError("--ledger and --dataset both name the ledger: give one", Exit.BAD_INPUT)
+        raise BadInput("--ledger and --dataset both name the ledger: give one")
     name = "default" if dataset is None else dataset
     return Ledger(ledger_path(name) if ledger is None else ledger, name)
 
 
 def expect_there(ledger: Ledger) -> None:
-    """Raise CommandError if the ledger has no file."""
+    """Raise PromptfedError if the ledger has no file."""
     if ledger.path is None or not ledger.path.exists():
         text = f"there is no ledger {ledger.path}: nothing was spent there"
-        raise CommandError(f"{text}, or its data set has another --dataset or --ledger", Exit.BAD_INPUT)
+        raise BadInput(f"{text}, or its data set has another --dataset or --ledger")
 
 
 OwnLedger = Annotated[Ledger, Made(open_ledger)]
@@ -168,7 +170,7 @@ def verify(ledger: OwnLedger) -> None:
     if spends and abs(ledger.epsilon(spends[-1].split) - spends[-1].epsilon) > 1e-6:
         own = ledger.epsilon(spends[-1].split)
         text = f"the last line says ε = {spends[-1].epsilon:.6g}, its events make {own:.6g}"
-        raise CommandError(f"{ledger.path}: {text}", Exit.LEDGER)
+        raise ClientError(Exit.LEDGER, f"{ledger.path}: {text}")
     say(f"{ledger.path} holds together: {counted(len(spends), 'release')}.")
 
 
@@ -201,7 +203,7 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
     """The spends that the coordinator of a client's state folder knows, and its address. The client may be running.
 
     Raises:
-        CommandError: the folder is no enrolled client's, or the coordinator does not answer it.
+        PromptfedError: the folder is no enrolled client's, or the coordinator does not answer it.
     """
     from promptfed.client_service.http.bodies import SentLog
     from promptfed.client_service.http.connection import BadAnswer, Refused
@@ -217,7 +219,7 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
         federation, secret = str(identity["federation_id"]), str(identity["secret"])
     except (OSError, ValueError, KeyError, TypeError):
         text = f"{folder} holds no client that has enrolled: give its --state-dir"
-        raise CommandError(text, Exit.BAD_INPUT) from None
+        raise BadInput(text) from None
 
     async def ask() -> SpendList:
         async with http_to(address, ca_file, proxy=os.environ.get(PROXY_VARIABLE)) as http:
@@ -228,9 +230,9 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
     try:
         return asyncio.run(ask()), addresses_of(address)[0]
     except Refused as refused:
-        raise CommandError(f"{address} does not tell: {refused}", Exit.REFUSED) from None
+        raise ClientError(Exit.REFUSED, f"{address} does not tell: {refused}") from None
     except BadAnswer as error:
-        raise CommandError(str(error), Exit.PROTOCOL) from None
+        raise ClientError(Exit.PROTOCOL, str(error)) from None
 
 
 @privacy_group.add()
@@ -250,7 +252,7 @@ def plan(
     try:
         plans = _plans(spec, samples, clients, ledger, written)
     except ValueError as error:  # of the privacy accounting too
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
+        raise BadInput(str(error)) from None
     if as_json:
         print_json({"clients": plans})
         return
@@ -359,10 +361,10 @@ def check(policy: Annotated[Path, typer.Argument(help="a policy file")], as_json
 
 
 def _expect_log(folder: Path) -> None:
-    """Raise CommandError if a folder has neither a log nor the head of one."""
+    """Raise PromptfedError if a folder has neither a log nor the head of one."""
     if not any((folder / name).exists() for name in (site_log.FILE, site_log.HEAD)):
         text = f"{folder} holds no {site_log.FILE}: name the --state-dir of a client that has joined"
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)
 
 
 @site_log_group.add("show")
@@ -372,7 +374,7 @@ def show_log(state_dir: StateDir = Path(), as_json: Json = False) -> None:
     try:
         lines = site_log.read(state_dir)
     except site_log.ChangedLog as changed:
-        raise CommandError(f"the site log was changed: {changed}", Exit.REFUSED) from None
+        raise Refused(f"the site log was changed: {changed}") from None
     for line in lines:
         if as_json:
             typer.echo(json.dumps(line))
@@ -392,7 +394,7 @@ def verify_log(
     try:
         last = site_log.verify(state_dir, head)
     except site_log.ChangedLog as changed:
-        raise CommandError(f"the site log was changed: {changed}", Exit.REFUSED) from None
+        raise Refused(f"the site log was changed: {changed}") from None
     text = f"{counted(last.n, 'line')}, each as it was written; head {last.chain}"
     tell(as_json, {"lines": last.n, "head": last.chain}, text)
 
@@ -426,7 +428,7 @@ def doctor(
         _show(examination)
     failed = [check.name for check in examination.checks if check.verdict == "fail"]
     if failed:
-        raise CommandError(f"not ready: {', '.join(failed)}", Exit.BAD_INPUT)
+        raise BadInput(f"not ready: {', '.join(failed)}")
 
 
 def _show(examination: Any) -> None:

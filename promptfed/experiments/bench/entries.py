@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared.errors import BadInput
 from promptfed.shared.methods import make_method, method_class, resolve_spec
 from promptfed.shared.service.yaml_text import read_yaml
 from promptfed.shared.spec.spec import FederationSpec, SpecError, merged
@@ -28,11 +28,11 @@ class BenchEntry:
 
     @property
     def personal(self) -> bool:
-        """Whether each client has its own classifier. Raises CommandError for wrong hyperparameters."""
+        """Whether each client has its own classifier. Raises PromptfedError for wrong hyperparameters."""
         try:
             return make_method(self.method).personal
         except SpecError as error:
-            raise CommandError(f"{self.label}: {error}", Exit.BAD_INPUT) from None
+            raise BadInput(f"{self.label}: {error}") from None
 
     @property
     def least_clients(self) -> int:
@@ -47,7 +47,7 @@ class BenchEntry:
         Training settings of ``base``, which are every method's, are left out where the method does not use them.
 
         Raises:
-            CommandError: the spec cannot be run. The text names the entry.
+            PromptfedError: the spec cannot be run. The text names the entry.
         """
         method, kind = dict(self.method), method_class(self.method["name"])
         if m is not None and "m" in kind.Hyper.model_fields:
@@ -59,7 +59,7 @@ class BenchEntry:
         try:
             resolve_spec(raw)
         except SpecError as error:
-            raise CommandError(f"{self.label}: {error}", Exit.BAD_INPUT) from None
+            raise BadInput(f"{self.label}: {error}") from None
         return raw
 
 
@@ -70,22 +70,22 @@ def parse_entry(text: str, label: str = "") -> BenchEntry:
     ``label`` names its row; the default is the text.
 
     Raises:
-        CommandError: an unknown method, or an option that is not ``key=value``.
+        PromptfedError: an unknown method, or an option that is not ``key=value``.
     """
     name, *options = OPTION.split(text.strip())
     try:
         own = method_class(name).Hyper.model_fields
     except SpecError as error:
-        raise CommandError(str(error.errors[0]["detail"]), Exit.BAD_INPUT) from None
+        raise BadInput(str(error.errors[0]["detail"])) from None
     method: RawSpec = {"name": name}
     changes: RawSpec = {}
     for option in options:
         key, equals, value = option.partition("=")
         if not equals or not key:
-            raise CommandError(f"{text}: {option!r} is not key=value, as in plan:residual=false", Exit.BAD_INPUT)
+            raise BadInput(f"{text}: {option!r} is not key=value, as in plan:residual=false")
         parts = key.split(".")
         if key == "seed":
-            raise CommandError(f"{text}: seeds are given by --seeds, the same for every method", Exit.BAD_INPUT)
+            raise BadInput(f"{text}: seeds are given by --seeds, the same for every method")
         if parts[0] in FederationSpec.model_fields and key != "name" and key not in own:  # as fedtpg's start
             changes = merged(changes, _nested(parts, _value(text, option, value)))
         else:
@@ -97,17 +97,17 @@ def parse_entries(text: str) -> list[BenchEntry]:
     """Entries separated by commas.
 
     Raises:
-        CommandError: there is no entry, one occurs twice, or one cannot be read.
+        PromptfedError: there is no entry, one occurs twice, or one cannot be read.
     """
     given = ENTRY.split(text)
     if not all(entry.strip() for entry in given):
         what = f"{text!r} has an empty entry" if text.strip(" ,") else "no method is given"
-        raise CommandError(f"{what}: write --methods promptfl,fedpgp", Exit.BAD_INPUT)
+        raise BadInput(f"{what}: write --methods promptfl,fedpgp")
     entries = [parse_entry(entry) for entry in given]
     labels = [entry.label for entry in entries]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
-        raise CommandError(f"{twice[0]} is given twice: leave one out", Exit.BAD_INPUT)
+        raise BadInput(f"{twice[0]} is given twice: leave one out")
     return entries
 
 
@@ -115,7 +115,7 @@ def _value(text: str, option: str, value: str) -> Any:
     try:
         return read_yaml(value)
     except yaml.YAMLError:
-        raise CommandError(f"{text}: the value of {option!r} cannot be read: write YAML", Exit.BAD_INPUT) from None
+        raise BadInput(f"{text}: the value of {option!r} cannot be read: write YAML") from None
 
 
 def _nested(parts: list[str], value: Any) -> RawSpec:

@@ -19,7 +19,7 @@ from promptfed.experiments.bench.entries import RawSpec, parse_entry
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
 from promptfed.experiments.bench.runner import Bench
 from promptfed.experiments.bench.tables import PAPER, TableRow
-from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared.errors import BadInput
 from promptfed.shared.spec.spec import merged
 
 PAPERS = Path(__file__).parent / "papers"
@@ -142,10 +142,10 @@ def read_preset(name: str) -> Preset:
     """The preset ``paper:NAME``.
 
     Raises:
-        CommandError: there is no such preset.
+        PromptfedError: there is no such preset.
     """
     if name not in preset_names():
-        raise CommandError(f"there is no preset {name!r}: use one of {', '.join(preset_names())}", Exit.BAD_INPUT)
+        raise BadInput(f"there is no preset {name!r}: use one of {', '.join(preset_names())}")
     return _read(PAPERS / f"{name.removeprefix(PREFIX)}.yaml")
 
 

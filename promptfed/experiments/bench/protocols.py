@@ -11,12 +11,11 @@ from statistics import fmean, harmonic_mean, pstdev
 from typing import Any, ClassVar
 
 from promptfed.runtime.processes import Site
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.data import DataError
 from promptfed.shared.data.options import Role
 from promptfed.shared.data.partition import clients_of
 from promptfed.shared.data.registry import BY_ROLE, REDRAWN, class_names_of
+from promptfed.shared.errors import BadInput
 
 UNSEEN_DOMAIN = "{target}"  # in data: the domain that is left out, for sources that are tested on its images
 _SHOWN = 5  # classes of one data set that an error lists
@@ -95,12 +94,9 @@ def names_of(uri: str, role: Role = "trainer") -> tuple[str, ...]:
     """The class names of the data at ``uri``, remembered until `forget_names`.
 
     Raises:
-        CommandError: the data cannot be used.
+        PromptfedError: the data cannot be used.
     """
-    try:
-        return class_names_of(uri, role)
-    except DataError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
+    return class_names_of(uri, role)
 
 
 def forget_names() -> None:
@@ -112,7 +108,7 @@ def label_space(first: str, uris: Mapping[str, str]) -> list[str]:
     """The class names of the data set ``first`` among ``uris`` (by name).
 
     Raises:
-        CommandError: data sets have classes that ``first`` lacks (the text names all); or data cannot be used.
+        PromptfedError: data sets have classes that ``first`` lacks (the text names all); or data cannot be used.
     """
     own = names_of(uris[first])
     problems = []
@@ -123,7 +119,7 @@ def label_space(first: str, uris: Mapping[str, str]) -> list[str]:
             problems.append(f"{name} has classes that {first} lacks ({shown})")
     if problems:
         text = f"{'; '.join(problems)}: name those to keep in the data URI, only=NAME,NAME"
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)
     return list(own)
 
 
@@ -241,7 +237,7 @@ class LeaveOneDomainOut(Protocol):
             text = (
                 f"{self.name} needs one --data with {DOMAIN} in it, as 'symbols:{DOMAIN}', and at least two --domains"
             )
-            raise CommandError(text, Exit.BAD_INPUT)
+            raise BadInput(text)
         trials = []
         for target in self._targets(setting):
             uris = uris_beside(target, setting)
@@ -272,7 +268,7 @@ class LeaveOneDomainOut(Protocol):
     def _targets(self, setting: Setting) -> tuple[str, ...]:
         unknown = sorted(set(setting.targets) - set(setting.domains))
         if unknown:
-            raise CommandError(f"the target {unknown[0]} is not one of the domains", Exit.BAD_INPUT)
+            raise BadInput(f"the target {unknown[0]} is not one of the domains")
         return setting.targets or setting.domains
 
 
@@ -294,11 +290,11 @@ class Personalisation(Protocol):
     def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
         """One federation."""
         if len(setting.data) != 1:
-            raise CommandError(f"{self.name} takes one --data", Exit.BAD_INPUT)
+            raise BadInput(f"{self.name} takes one --data")
         data = setting.data[0]
         if DOMAIN in data:
             if not setting.domains:
-                raise CommandError(f"{data} needs --domains", Exit.BAD_INPUT)
+                raise BadInput(f"{data} needs --domains")
             names = label_space(setting.domains[0], setting.domain_uris())
             uris = {domain: setting.uri(uri, seed) for domain, uri in setting.domain_uris().items()}
         else:
@@ -354,7 +350,7 @@ class CrossDataset(Protocol):
     def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
         """One federation. Its first client, or each client with a personal classifier, is tested on all data sets."""
         if len(setting.data) < 2:
-            raise CommandError(f"{self.name} needs at least two --data: the source and the others", Exit.BAD_INPUT)
+            raise BadInput(f"{self.name} needs at least two --data: the source and the others")
         source = setting.data[0]
         tests = {name: setting.uri(uri, seed, shots=None) for name, uri in self._others(setting).items()}
         tests["source"] = setting.uri(source, seed, shots=None)

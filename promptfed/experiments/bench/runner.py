@@ -25,16 +25,16 @@ from promptfed.experiments.bench.entries import BenchEntry, RawSpec
 from promptfed.experiments.bench.protocols import Protocol, Setting, Trial, forget_names
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.run_file import data_of
-from promptfed.sdk.backbone import open_backbone, resolve
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import DataError, Source
 from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.data.schemes import all_drawn
+from promptfed.shared.errors import BadInput, PromptfedError
 from promptfed.shared.files import write_whole
-from promptfed.shared.methods import with_default_backbone
+from promptfed.shared.methods import resolve_spec, with_default_backbone
+from promptfed.shared.methods.core.spec_backbone import open_backbone
 from promptfed.shared.metrics import Outcomes
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, SpecError, merged
@@ -80,22 +80,22 @@ def row_label(run: BenchRun, split: str) -> str:
 
 
 def read_run(path: Path) -> BenchRun:
-    """The run in a file. Raises CommandError if the file holds no run."""
+    """The run in a file. Raises PromptfedError if the file holds no run."""
     try:
         return BenchRun.model_validate(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
         reason = SpecError.from_validation(error) if isinstance(error, ValidationError) else error
-        raise CommandError(f"{path} cannot be read: remove it to run it again ({reason})", Exit.BAD_INPUT) from None
+        raise BadInput(f"{path} cannot be read: remove it to run it again ({reason})") from None
 
 
 def write_json(path: Path, value: BaseModel) -> None:
-    """Write the fields that were set, whole or not at all. Raises CommandError if that fails."""
+    """Write the fields that were set, whole or not at all. Raises PromptfedError if that fails."""
     text = json.dumps(value.model_dump(exclude_unset=True), indent=1, ensure_ascii=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, (text + "\n").encode(), synced=False)
     except OSError as error:
-        raise CommandError(f"cannot write {path}: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"cannot write {path}: {why(error)}") from None
 
 
 class ResultProvenance(BaseModel):
@@ -149,8 +149,8 @@ class Job:
 
     @cached_property
     def resolved(self) -> FederationSpec:
-        """The spec with its method's defaults. Raises CommandError if it cannot be run."""
-        return resolve(self.spec)
+        """The spec with its method's defaults. Raises PromptfedError if it cannot be run."""
+        return resolve_spec(self.spec)
 
     @property
     def title(self) -> str:
@@ -182,7 +182,7 @@ class Bench:
         """All jobs, by seed and then by entry, so that each method has its first results early.
 
         Raises:
-            CommandError: a spec cannot be run, or data cannot be opened.
+            PromptfedError: a spec cannot be run, or data cannot be opened.
         """
         forget_names()
         jobs = []
@@ -203,7 +203,7 @@ class Bench:
         trainers = sum(site.role == "trainer" for site in trial.sites)
         everybody = {} if raw.get("participation") else {"participation": {"min_clients": trainers}}
         raw, chosen = with_default_backbone(raw, data_of(trial.sites))
-        every = math.ceil(resolve(raw).rounds / self.evaluations)
+        every = math.ceil(resolve_spec(raw).rounds / self.evaluations)
         return merged({"evaluation": {"every": every}, **everybody}, raw), chosen
 
 
@@ -232,7 +232,7 @@ class Runner:
         """Open all data of ``jobs``, so that unreadable data are found before any federation runs.
 
         Raises:
-            CommandError: data cannot be opened. The text names all problems.
+            PromptfedError: data cannot be opened. The text names all problems.
         """
         wanted = {(uri, role) for job in jobs for site in job.trial.sites for uri, role in site.uris()}
         problems: dict[str, None] = {}
@@ -242,13 +242,13 @@ class Runner:
             except DataError as error:
                 problems[str(error)] = None
         if problems:
-            raise CommandError(" ".join(problems), Exit.BAD_INPUT)
+            raise BadInput(" ".join(problems))
 
     def run_all(self, jobs: Sequence[Job], progress: Progress) -> list[BenchRun]:
         """The runs of all jobs, in order. The data are opened before the first job is run.
 
         Raises:
-            CommandError: data cannot be opened, or a federation cannot be run. Finished runs stay in the folder.
+            PromptfedError: data cannot be opened, or a federation cannot be run. Finished runs stay in the folder.
         """
         self.look_at_data([job for job in jobs if not self._is_done(job)])
         runs = []
@@ -261,7 +261,7 @@ class Runner:
         """The job's result: read from its file, or computed and written.
 
         Raises:
-            CommandError: the federation cannot be run. The text names the job.
+            PromptfedError: the federation cannot be run. The text names the job.
         """
         path = self.path(job)
         if self._is_done(job):
@@ -276,8 +276,8 @@ class Runner:
                 features=self.out / "features",
                 sources=self._sources,
             )
-        except CommandError as error:
-            raise CommandError(f"{job.title}: {error}", error.exit) from None
+        except PromptfedError as error:
+            raise error.saying(f"{job.title}: {error}") from None
         run = self._run_of(job, simulated)
         write_json(path, run)
         return run
@@ -286,7 +286,7 @@ class Runner:
         """Whether the job's file has its result, of this backbone and these data; what is away is not compared.
 
         Raises:
-            CommandError: it was computed with another backbone, or on other data that are not to be computed anew.
+            PromptfedError: it was computed with another backbone, or on other data that are not to be computed anew.
         """
         path = self.path(job)
         if not path.exists():
@@ -295,11 +295,11 @@ class Runner:
         before = read_run(path)
         try:
             now = self._backbone(job).fingerprint
-        except CommandError:
+        except PromptfedError:
             now = before.backbone
         if before.backbone not in ("", now):
             text = f"{job.title}: {path} was computed with another backbone ({before.backbone}, now {now})"
-            raise CommandError(f"{text}; give the same --backbone-file, or --out another folder", Exit.BAD_INPUT)
+            raise BadInput(f"{text}; give the same --backbone-file, or --out another folder")
         if all_drawn(uris):
             return True
         try:
@@ -310,7 +310,7 @@ class Runner:
             return True
         if not self.new_data:
             text = f"{job.title}: the data have changed since {path} was computed (other images, or other labels)"
-            raise CommandError(f"{text}; give --new-data to run it again, or --out another folder", Exit.BAD_INPUT)
+            raise BadInput(f"{text}; give --new-data to run it again, or --out another folder")
         return False
 
     def _sources_of(self, job: Job) -> dict[str, Source]:
@@ -396,7 +396,7 @@ def claim(out: Path, bench: Bench) -> None:
     """Make ``out`` the bench's folder.
 
     Raises:
-        CommandError: it belongs to another bench, with the differences, or cannot be written.
+        PromptfedError: it belongs to another bench, with the differences, or cannot be written.
     """
     own, there = identity(bench), _identity_in(out)
     if there is not None:
@@ -404,13 +404,13 @@ def claim(out: Path, bench: Bench) -> None:
         if differs:
             what = "; ".join(f"{name} was {_short(there.get(name))}, is {_short(own[name])}" for name in differs)
             text = f"{out} holds another bench ({what}): give --out another folder, or run that one again"
-            raise CommandError(text, Exit.BAD_INPUT)
+            raise BadInput(text)
     text = json.dumps(own, indent=1, ensure_ascii=False)
     try:  # whole, since another bench may begin in this folder at the same time, or this one be killed
         (out / "runs").mkdir(parents=True, exist_ok=True)
         write_whole(out / BENCH_FILE, (text + "\n").encode(), synced=False)
     except OSError as error:
-        raise CommandError(f"cannot write {out / BENCH_FILE}: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"cannot write {out / BENCH_FILE}: {why(error)}") from None
 
 
 def _identity_in(out: Path) -> JsonObject | None:
@@ -421,7 +421,7 @@ def _identity_in(out: Path) -> JsonObject | None:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        raise CommandError(f"{path} cannot be read: give --out another folder", Exit.BAD_INPUT) from None
+        raise BadInput(f"{path} cannot be read: give --out another folder") from None
 
 
 def _short(value: Any) -> str:

@@ -18,14 +18,12 @@ from promptfed.experiments.bench.runner import costs
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.runtime.run_file import RunFile
-from promptfed.sdk.backbone import open_backbone, resolve
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import shape_of
-from promptfed.shared.data import DataError
 from promptfed.shared.data.registry import SharedSources
-from promptfed.shared.methods import check_fits, method_class, method_for
-from promptfed.shared.methods.core.interface import MethodError
+from promptfed.shared.errors import BadInput, EndedBadly, Failed, PromptfedError
+from promptfed.shared.methods import check_fits, method_class, method_for, resolve_spec
+from promptfed.shared.methods.core.spec_backbone import open_backbone
 from promptfed.shared.metrics import ZERO_SHOT
 from promptfed.shared.plain_text import counted
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, merged
@@ -121,23 +119,20 @@ class Trials:
     ):
         self._run, self._features, self._share, self._pool = run, features, share, pool
         self._sources = SharedSources()
-        self.default = resolve(run.spec)
+        self.default = resolve_spec(run.spec)
         self._backbone = open_backbone(self.default.backbone, allow_backbone=allow_backbone, device=device)
         self._names = self._common_names()
 
     def _common_names(self) -> list[str] | None:
         """The classes of all trainers, if they have the same; methods with a row for each class need a list."""
-        try:
-            named = {self._sources.open(site.data).class_names for site in self._run.sites if site.role == "trainer"}
-        except DataError as error:
-            raise CommandError(str(error), Exit.BAD_INPUT) from None
+        named = {self._sources.open(site.data).class_names for site in self._run.sites if site.role == "trainer"}
         return list(named.pop()) if len(named) == 1 else None
 
     def changes(self, method: str, rate: float | None = None) -> dict[str, Any]:
         """The keys of the run file that differ for ``method``, as they are to be written. Without ``rate`` it is left.
 
         Raises:
-            CommandError: the method cannot run with this file; the text says why.
+            PromptfedError: the method cannot run with this file; the text says why.
         """
         given, own = self._run.spec, method == self.default.method["name"]
         training = dict(given.get("training") or {})
@@ -152,29 +147,26 @@ class Trials:
         refusals = []
         for more in ({}, named, once, named | once):
             try:
-                self._expect_fits(resolve({**given, **changes, **more}))
+                self._expect_fits(resolve_spec({**given, **changes, **more}))
                 return changes | more
-            except CommandError as error:
+            except PromptfedError as error:
                 refusals.append(error)
         raise refusals[0]
 
     def _expect_fits(self, spec: FederationSpec) -> None:
         if any(site.role == "evaluator" for site in self._run.sites) and not method_for(spec).takes_evaluators:
-            raise CommandError("it has no classifier for evaluators, which the run file has", Exit.BAD_INPUT)
-        try:
-            check_fits(method_for(spec), shape_of(self._backbone))
-        except MethodError as error:
-            raise CommandError(str(error), Exit.BAD_INPUT) from None
+            raise BadInput("it has no classifier for evaluators, which the run file has")
+        check_fits(method_for(spec), shape_of(self._backbone))
 
     def spec(self, method: str, rate: float | None = None) -> FederationSpec:
-        """The resolved spec. Raises CommandError as `changes`."""
-        return resolve({**self._run.spec, **self.changes(method, rate)})
+        """The resolved spec. Raises PromptfedError as `changes`."""
+        return resolve_spec({**self._run.spec, **self.changes(method, rate)})
 
     def run(self, candidate: Candidate, rounds: int, seed: int) -> Trial:
         """Train ``candidate`` for at most ``rounds``; ``seed`` draws the held-out images and everything else.
 
         Raises:
-            CommandError: the federation cannot be run. One whose updates are refused, as by a rate that is far too
+            PromptfedError: the federation cannot be run. One whose updates are refused, as by a rate that is far too
                 high, has a trial with the accuracy 0.
         """
         changes = self.changes(candidate.method, candidate.rate)
@@ -186,7 +178,7 @@ class Trials:
         began = time.monotonic()
         try:
             result = simulate(raw, sites, pool=self._pool, **shared)
-        except CommandError as error:
+        except PromptfedError as error:
             if not has_diverged(error):
                 raise
             return Trial(candidate, rounds, {}, {}, (), time.monotonic() - began, 0.0)
@@ -211,9 +203,9 @@ def _trial(candidate: Candidate, result: FederationResult, seconds: float) -> Tr
     return Trial(candidate, result.round, right, template, confidences, seconds, bytes_round)
 
 
-def has_diverged(error: CommandError) -> bool:
+def has_diverged(error: PromptfedError) -> bool:
     """Whether the federation ended because a change was too long or the state grew without bound."""
-    ended = error.exit in (Exit.FEDERATION_ENDED_BADLY, Exit.FAILED)  # or a site's evaluation has failed
+    ended = isinstance(error, EndedBadly | Failed)  # or a site's evaluation has failed
     return ended and any(sign in str(error) for sign in ("norm-too-large", "not finite", "NaN or infinity"))
 
 
@@ -289,7 +281,7 @@ class Runs(Protocol):
     default: FederationSpec
 
     def spec(self, method: str) -> FederationSpec:
-        """The resolved spec of a method at its own rate. Raises CommandError if it cannot run."""
+        """The resolved spec of a method at its own rate. Raises PromptfedError if it cannot run."""
 
     def run(self, candidate: Candidate, rounds: int, seed: int) -> Trial:
         """One federation."""
@@ -370,13 +362,13 @@ def choose(
     """The candidate with the highest accuracy in the last rung, or in the one before where a rung was not finished.
 
     Raises:
-        CommandError: the run file's own method cannot be simulated, or all candidates have the same accuracy.
+        PromptfedError: the run file's own method cannot be simulated, or all candidates have the same accuracy.
     """
     race = _Race(runs, plan, progress, clock)
     finals = race.refine(race.halve())
     scores = _scores(finals)
     if len(scores) > 1 and len(set(scores.values())) == 1:
-        raise CommandError("every candidate has the same accuracy: nothing was trained that shows", Exit.BAD_INPUT)
+        raise BadInput("every candidate has the same accuracy: nothing was trained that shows")
     fits = [candidate for candidate in scores if candidate.method not in race.refused] or [race.default]
     winner = max(fits, key=lambda candidate: (scores[candidate], candidate == race.default))
     best, beside = finals[winner], race.defaults[race.rung[winner]]
@@ -432,14 +424,14 @@ def rates_of(text: str) -> tuple[float, ...]:
     """The rates of a text such as ``0.001,0.01`` in ascending order.
 
     Raises:
-        CommandError: the text does not hold different rates above 0.
+        PromptfedError: the text does not hold different rates above 0.
     """
     try:
         rates = tuple(sorted(float(part) for part in text.split(",")))
     except ValueError:
         rates = ()
     if not rates or len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
-        raise CommandError(f"--rates {text!r}: write different rates above 0 separated by commas", Exit.BAD_INPUT)
+        raise BadInput(f"--rates {text!r}: write different rates above 0 separated by commas")
     return rates
 
 
@@ -554,7 +546,7 @@ class _Race:
         for method in dict.fromkeys([self.default.method, *self._plan.methods]):
             try:
                 own = self._runs.spec(method).training.learning_rate
-            except CommandError as error:
+            except PromptfedError as error:
                 self.refused[method] = str(error)
                 continue
             if "learning_rate" in method_class(method).ignores:
@@ -604,7 +596,7 @@ class _Race:
             began = self._clock()
             try:
                 trials.append(self._runs.run(candidate, rounds, seed))
-            except CommandError as error:
+            except PromptfedError as error:
                 if candidate == self.default:
                     raise
                 self.refused[candidate.method] = str(error)

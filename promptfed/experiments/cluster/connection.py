@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared import get_extra
+from promptfed.shared.errors import BadInput, Failed, PromptfedError, Unreachable
 from promptfed.shared.service.net import is_loopback
 
 OBJECT_STORE_BYTES = 200 << 20  # of a Ray started here: assignments and results are small
@@ -73,7 +73,7 @@ def expect_room(nodes: Sequence[Node], count: int, cpus: float, gpus: float) -> 
     """Check that the nodes have room for ``count`` crews with ``cpus`` and ``gpus`` each.
 
     Raises:
-        CommandError: there is room for fewer. The text lists the nodes.
+        PromptfedError: there is room for fewer. The text lists the nodes.
     """
     room = sum(node.holds(cpus, gpus) for node in nodes)
     if room >= count:
@@ -82,39 +82,38 @@ def expect_room(nodes: Sequence[Node], count: int, cpus: float, gpus: float) -> 
     wanted = f"{count} crew{'s' if count > 1 else ''} of {_words(cpus, gpus)}" + (" each" if count > 1 else "")
     text = f"the Ray cluster has no room for {wanted}: it holds {room} ({there})"
     fewer = f"--crews {room}" if room else "fewer torch threads, a smaller --pool or share of a GPU"
-    raise CommandError(f"{text}; give {fewer}, or a larger cluster with --address", Exit.BAD_INPUT)
+    raise BadInput(f"{text}; give {fewer}, or a larger cluster with --address")
 
 
 @dataclass(frozen=True)
 class RemoteFailure:
-    """A CommandError as the result of a task: raised in the task, it would lose its exit code."""
+    """An error as the result of a task: raised in the task, it would become another one."""
 
-    text: str
-    exit: Exit
+    error: PromptfedError
 
 
 def caught(function: Callable[[], T]) -> T | RemoteFailure:
-    """What ``function`` returns, or the CommandError that it raises."""
+    """What ``function`` returns, or the PromptfedError that it raises."""
     try:
         return function()
-    except CommandError as error:
-        return RemoteFailure(str(error), error.exit)
+    except PromptfedError as error:
+        return RemoteFailure(error)
 
 
 def result_of(ray: Any, reference: Any, ended: str) -> Any:
     """What a task returned.
 
     Raises:
-        CommandError: the task failed, or its process ended, which ``ended`` says in words.
+        PromptfedError: the task failed, or its process ended, which ``ended`` says in words.
     """
     try:
         result = ray.get(reference)
     except ray.exceptions.RayError as error:
         reason = str(error).strip().splitlines()[-1]
         text = f"{ended} ({type(error).__name__}: {reason}): Ray's own logs say more"
-        raise CommandError(text, Exit.FAILED) from None
+        raise Failed(text) from None
     if isinstance(result, RemoteFailure):
-        raise CommandError(result.text, result.exit)
+        raise result.error
     return result
 
 
@@ -122,13 +121,13 @@ def import_ray() -> Any:
     """The package, with its usage statistics switched off.
 
     Raises:
-        CommandError: it is not installed.
+        PromptfedError: it is not installed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
     except ImportError:
-        raise CommandError(f"ray is not installed: {get_extra('ray')}", Exit.BAD_INPUT) from None
+        raise BadInput(f"ray is not installed: {get_extra('ray')}") from None
     return ray
 
 
@@ -137,13 +136,13 @@ def connected(address: str | None) -> Iterator[Cluster]:
     """Connect to the cluster at ``address`` (``auto`` or HOST:PORT), or start Ray here for the block (None).
 
     Raises:
-        CommandError: Ray is not installed or does not start, or no cluster answers.
+        PromptfedError: Ray is not installed or does not start, or no cluster answers.
     """
     ray = import_ray()
     if address is not None:
         _expect_answer(address, ray.util.get_node_ip_address())
     if ray.is_initialized():
-        raise CommandError("this process is connected to Ray already: call ray.shutdown() first", Exit.BAD_INPUT)
+        raise BadInput("this process is connected to Ray already: call ray.shutdown() first")
     temporary = _temporary_folder() if address is None else None
     options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if temporary is not None:
@@ -169,8 +168,8 @@ def _initialise(ray: Any, options: dict[str, object], address: str | None) -> No
     except Exception as error:  # Ray raises nothing narrower where a node does not come up
         reason = " ".join(str(error).split())[:300]
         if address is None:
-            raise CommandError(f"Ray does not start here: {reason}", Exit.FAILED) from None
-        raise CommandError(_unreachable(address, reason), Exit.UNREACHABLE) from None
+            raise Failed(f"Ray does not start here: {reason}") from None
+        raise Unreachable(_unreachable(address, reason)) from None
     finally:
         if in_main:
             signal.signal(signal.SIGTERM, before)  # Ray puts its own in the place of ours, which ends all in order
@@ -195,20 +194,20 @@ def _expect_answer(address: str, here: str) -> None:
     """Connect once, since Ray would never stop trying. Ray replaces a loopback address by this machine's, ``here``."""
     if "://" in address:
         text = f"--address {address} is a remote client's: run the command on a machine of the cluster"
-        raise CommandError(f"{text} (or submit it there as a job) with --address auto", Exit.BAD_INPUT)
+        raise BadInput(f"{text} (or submit it there as a job) with --address auto")
     asked = os.environ.get(ADDRESS_VARIABLE, address) if address == "auto" else address
     if asked == "auto":
         return  # Ray finds its own by a file
     host, _, port = asked.rpartition(":")
     if not host or not port.isdecimal():
         text = f"--address {asked!r} is not known: write auto on a machine of the cluster, or its HOST:PORT"
-        raise CommandError(f"{text}, as `ray start --head` prints it", Exit.BAD_INPUT)
+        raise BadInput(f"{text}, as `ray start --head` prints it")
     host = here if is_loopback(host) else host
     asked = f"{host}:{port}"
     try:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except OSError as error:
-        raise CommandError(_unreachable(asked, error.strerror or str(error)), Exit.UNREACHABLE) from None
+        raise Unreachable(_unreachable(asked, error.strerror or str(error))) from None
 
 
 def _unreachable(address: str, reason: str) -> str:

@@ -19,11 +19,11 @@ from promptfed.experiments.simulation.preparation import SimulationSetup, open_s
 from promptfed.experiments.simulation.run_folder import CLIENTS, RunFolder
 from promptfed.experiments.simulation.workers import run_workers
 from promptfed.runtime.processes import Site
-from promptfed.sdk.backbone import open_backbone
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.errors import BadInput
 from promptfed.shared.files import write_whole
+from promptfed.shared.methods.core.spec_backbone import open_backbone
 from promptfed.shared.metrics import Outcomes
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
@@ -70,7 +70,7 @@ def work(assignment: Assignment) -> list[Outcomes]:
     """Play the clients of ``assignment`` until their federation ends; return their last answers on their test sets.
 
     Raises:
-        CommandError: data or backbone cannot be used, or a client failed.
+        PromptfedError: data or backbone cannot be used, or a client failed.
     """
     return asyncio.run(_work(assignment))
 
@@ -128,5 +128,5 @@ class _Outcomes:
             try:
                 kept.append(_READER.validate_json(path.read_bytes()))
             except (OSError, ValueError):
-                raise CommandError(f"{path} cannot be read: remove it", Exit.BAD_INPUT) from None
+                raise BadInput(f"{path} cannot be read: remove it") from None
         return [outcomes for outcomes in kept if outcomes.client in self.names]

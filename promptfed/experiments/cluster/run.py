@@ -38,13 +38,14 @@ from promptfed.experiments.cluster.crew import Assignment, Share, shares, work
 from promptfed.experiments.simulation.preparation import prepare
 from promptfed.experiments.simulation.run_folder import RunFolder, identity, run_folder
 from promptfed.experiments.simulation.simulation import ProgressCallback, ended_badly, expect_all_evaluated, last_rounds
-from promptfed.runtime.processes import LocalFederation, Processes, ProcessFailed, Site
+from promptfed.runtime.processes import LocalFederation, Processes, Site
 from promptfed.sdk import operations
-from promptfed.sdk.backbone import BACKBONE_FILE
-from promptfed.sdk.client import CA_VARIABLE, CommandError, Exit
+from promptfed.sdk.client import CA_VARIABLE
 from promptfed.sdk.result import FederationResult
+from promptfed.shared.errors import BadInput, Failed
 from promptfed.shared.files import write_whole
 from promptfed.shared.messages import ENDED
+from promptfed.shared.methods.core.spec_backbone import BACKBONE_FILE
 from promptfed.shared.metrics import Outcomes
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
@@ -104,10 +105,10 @@ class Crews(Protocol):
         """Give each crew its assignment."""
 
     def check(self) -> None:
-        """Raise CommandError if a crew has failed."""
+        """Raise PromptfedError if a crew has failed."""
 
     def outcomes(self, seconds: float) -> list[Outcomes]:
-        """The outcomes of all crews after their end. Raises CommandError if that takes longer than ``seconds``."""
+        """The outcomes of all crews after their end. Raises PromptfedError if that takes longer than ``seconds``."""
 
 
 class CrewActor:
@@ -141,7 +142,7 @@ def simulate_on_ray(
     """Run a federation to its end; ``pool`` clients of each crew compute at once, on ``device``.
 
     Raises:
-        CommandError: one line: as `simulate`; or Ray is not installed, not reachable or too small, a crew failed, or
+        PromptfedError: one line: as `simulate`; or Ray is not installed, not reachable or too small, a crew failed, or
             not all crews see the folder.
     """
     started = time.monotonic()
@@ -154,7 +155,7 @@ def simulate_on_ray(
         nodes = cluster.nodes()
         if on.storage is None and len(nodes) > 1:
             text = f"the Ray cluster has {len(nodes)} nodes, and what clients keep must be there for all of them"
-            raise CommandError(f"{text}: give --storage FOLDER, one that all nodes see", Exit.BAD_INPUT)
+            raise BadInput(f"{text}: give --storage FOLDER, one that all nodes see")
         with (
             _crews(cluster, on, threads * pool) as crews,
             _coordinator(folder, cluster.here) as (local, authority),
@@ -166,16 +167,16 @@ def simulate_on_ray(
 
 
 def _check(on: OnRay, clients: int, device: str) -> None:
-    """Raise CommandError if the crews cannot be started as asked."""
+    """Raise PromptfedError if the crews cannot be started as asked."""
     if not 1 <= on.crews <= clients:
         text = f"{on.crews} crews cannot share {clients} clients: give --crews from 1 to {clients}"
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)
     if on.gpus_per_crew > 1 and on.gpus_per_crew != int(on.gpus_per_crew):
         text = f"--gpus-per-crew {on.gpus_per_crew:g}: Ray gives shares of one GPU, or whole ones: give 0.5 or 2"
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)
     if device.startswith("cuda") and not on.gpus_per_crew:
         text = "Ray shows a crew no GPU that it has not asked for: give --gpus-per-crew, 0.25 for four crews on one"
-        raise CommandError(f"--device {device}: {text}", Exit.BAD_INPUT)
+        raise BadInput(f"--device {device}: {text}")
 
 
 @contextmanager
@@ -191,8 +192,6 @@ def _coordinator(folder: RunFolder, address: str) -> Iterator[tuple[LocalFederat
     try:
         with Processes(folder.path) as processes, LocalFederation(processes, folder.path, options=options) as local:
             yield local, authority
-    except ProcessFailed as error:
-        raise CommandError(str(error), Exit.FAILED) from None
     finally:
         if before is None:
             os.environ.pop(CA_VARIABLE, None)
@@ -232,7 +231,7 @@ class RayCrews:
         """Wait until all crews have started, and give them their work.
 
         Raises:
-            CommandError: a crew does not start in time, or has other versions than this command.
+            PromptfedError: a crew does not start in time, or has other versions than this command.
         """
         ray = self.cluster.ray
         ready, missing = ray.wait(self.abouts, num_returns=len(self.abouts), timeout=START_SECONDS)
@@ -240,12 +239,12 @@ class RayCrews:
             expect_same(result_of(ray, about, CREW), versions())
         if missing:
             text = f"{len(missing)} of {len(self.abouts)} crews have not started in {START_SECONDS:.0f} s"
-            raise CommandError(f"{text}: the cluster has {self.cluster.free()} free", Exit.FAILED)
+            raise Failed(f"{text}: the cluster has {self.cluster.free()} free")
         pairs = zip(self.handles, assignments, strict=True)
         self._working = [handle.work.remote(assignment) for handle, assignment in pairs]
 
     def check(self) -> None:
-        """Raise CommandError if a crew has failed."""
+        """Raise PromptfedError if a crew has failed."""
         for reference in self._ended(0)[0]:
             result_of(self.cluster.ray, reference, CREW)
 
@@ -254,7 +253,7 @@ class RayCrews:
         done, missing = self._ended(seconds)
         if missing:
             text = f"{len(missing)} crews go on {seconds:.0f} s after their federation has ended"
-            raise CommandError(text, Exit.FAILED)
+            raise Failed(text)
         return [outcomes for reference in done for outcomes in result_of(self.cluster.ray, reference, CREW)]
 
     def _ended(self, seconds: float) -> tuple[list[Any], list[Any]]:
@@ -266,13 +265,13 @@ class RayCrews:
 
 
 def expect_same(theirs: dict[str, str], ours: dict[str, str]) -> None:
-    """Raise CommandError if a node has other versions than this command."""
+    """Raise PromptfedError if a node has other versions than this command."""
     differing = [
         f"{name} {theirs.get(name)} instead of {ours[name]}" for name in ours if theirs.get(name) != ours[name]
     ]
     if differing:
         text = f"a node of the Ray cluster has {', '.join(differing)}: install the same on all of them"
-        raise CommandError(text, Exit.BAD_INPUT)
+        raise BadInput(text)
 
 
 @dataclass
@@ -291,7 +290,7 @@ class Conductor:
         """Create or continue the federation, and return its result.
 
         Raises:
-            CommandError: a crew failed, or the federation did not finish.
+            PromptfedError: a crew failed, or the federation did not finish.
             ProcessFailed: the coordinator ended for good.
         """
         api = self.local.api

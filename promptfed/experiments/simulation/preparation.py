@@ -22,13 +22,13 @@ from promptfed.client_service.training.trainer import use_precision
 from promptfed.experiments.simulation.processes import Processes, SimulatedClient, fill, images_of
 from promptfed.runtime.processes import Site
 from promptfed.runtime.run_file import check_trainers, completed, with_own_classes
-from promptfed.sdk.backbone import described, open_backbone, resolve, spelt
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.caches import CacheCost
 from promptfed.shared.data import DataError
 from promptfed.shared.data.registry import SharedSources
-from promptfed.shared.methods import method_for
+from promptfed.shared.errors import BadInput
+from promptfed.shared.methods import method_for, resolve_spec
+from promptfed.shared.methods.core.spec_backbone import described, open_backbone, spelt
 from promptfed.shared.metrics import Record
 from promptfed.shared.spec.spec import AllowedBackbones, BackboneSpec, FederationSpec
 
@@ -76,12 +76,12 @@ def prepare(
     """The resolved spec as it is simulated, the initial state if only a backbone can make it, and the backbone.
 
     Raises:
-        CommandError: the spec, the sites or the backbone cannot be used.
+        PromptfedError: the spec, the sites or the backbone cannot be used.
     """
     expect_usable(sites, pool)
     if not isinstance(raw, FederationSpec):
-        raw = completed(raw if backbone is None else {"backbone": spelt(backbone), **raw}, sites)[0]
-    spec = simulated_spec(resolve(raw), sites)
+        raw = resolve_spec(completed(raw if backbone is None else {"backbone": spelt(backbone), **raw}, sites)[0])
+    spec = simulated_spec(raw, sites)
     if backbone is None:
         backbone = open_backbone(spec.backbone, allow_backbone=allow_backbone, device=device)
     else:
@@ -90,13 +90,13 @@ def prepare(
 
 
 def expect_usable(sites: Sequence[Site], pool: int | None) -> None:
-    """Raise CommandError if two sites have the same name, or the pool is empty."""
+    """Raise PromptfedError if two sites have the same name, or the pool is empty."""
     names = [site.name for site in sites]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
-        raise CommandError(f"two clients are called {twice[0]!r}: give each a name of its own", Exit.BAD_INPUT)
+        raise BadInput(f"two clients are called {twice[0]!r}: give each a name of its own")
     if pool is not None and pool < 1:
-        raise CommandError(f"a pool of {pool} clients cannot compute: give at least 1", Exit.BAD_INPUT)
+        raise BadInput(f"a pool of {pool} clients cannot compute: give at least 1")
 
 
 def simulated_spec(spec: FederationSpec, sites: Sequence[Site]) -> FederationSpec:
@@ -107,7 +107,7 @@ def simulated_spec(spec: FederationSpec, sites: Sequence[Site]) -> FederationSpe
     results are computed like this. Where a partition deals out the classes, each client has its own.
 
     Raises:
-        CommandError: there are too few trainers.
+        PromptfedError: there are too few trainers.
     """
     check_trainers(sites, spec.participation.min_clients if spec.rounds else 0)
     spec = with_own_classes(spec, sites)
@@ -122,19 +122,19 @@ def simulated_spec(spec: FederationSpec, sites: Sequence[Site]) -> FederationSpe
 
 
 def expect_backbone(spec: BackboneSpec, backbone: Backbone) -> None:
-    """Raise CommandError if ``spec`` names another backbone than the given one."""
+    """Raise PromptfedError if ``spec`` names another backbone than the given one."""
     wanted = (spec.model, None if spec.pretrained == "random" else spec.pretrained, spec.precision)
     given = (backbone.model_name, backbone.pretrained, backbone.precision)
     if wanted != given:
         text = f"the spec names the backbone {' '.join(map(str, wanted))}, but {' '.join(map(str, given))} is handed in"
-        raise CommandError(f"{text}: give the one that the spec names", Exit.BAD_INPUT)
+        raise BadInput(f"{text}: give the one that the spec names")
 
 
 def open_site(site: Site, sources: SharedSources) -> SimulatedClient:
     """The client of ``site``.
 
     Raises:
-        CommandError: its data cannot be used.
+        PromptfedError: its data cannot be used.
     """
     try:
         tests = {name: sources.open(uri, "tests") for name, uri in site.tests.items()}
@@ -142,7 +142,7 @@ def open_site(site: Site, sources: SharedSources) -> SimulatedClient:
         check_scales(source, tests)
         return SimulatedClient(site, source, tests)
     except (ClientError, DataError) as error:
-        raise CommandError(f"client {site.name}: {error}", Exit.BAD_INPUT) from None
+        raise BadInput(f"client {site.name}: {error}") from None
 
 
 def _tell_cost(cost: CacheCost) -> None:
@@ -170,7 +170,7 @@ async def warm_all(setup: SimulationSetup) -> None:
     """Compute the features of all images that clients will use, if the method allows to keep them.
 
     Raises:
-        CommandError: an image cannot be read.
+        PromptfedError: an image cannot be read.
     """
     needs = method_for(setup.spec).needs
     if not needs.cached_features:
@@ -179,8 +179,6 @@ async def warm_all(setup: SimulationSetup) -> None:
     job = asyncio.create_task(asyncio.to_thread(_warm, setup, needs.patch_tokens, stop.is_set))
     try:
         await asyncio.shield(job)
-    except DataError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
     finally:
         stop.set()
         await asyncio.wait({job})

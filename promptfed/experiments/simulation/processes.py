@@ -36,9 +36,8 @@ from promptfed.client_service.training.evaluation import ZeroShotResults
 from promptfed.client_service.training.images import DEFAULT_BYTES, ImageCache
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.runtime.processes import Site
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.data import DataError, Source, Split
+from promptfed.shared.data import Source, Split
 from promptfed.shared.data.pixels import Scale
 from promptfed.shared.messages import EvaluationRequest, Task
 from promptfed.shared.methods import method_for
@@ -342,12 +341,9 @@ def images_of(clients: Iterable[SimulatedClient]) -> Images:
     """All images whose features the clients compute.
 
     Raises:
-        CommandError: an image cannot be read.
+        PromptfedError: an image cannot be read.
     """
-    try:
-        return Images(split for client in clients for split in client.splits())
-    except DataError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
+    return Images(split for client in clients for split in client.splits())
 
 
 def fill(

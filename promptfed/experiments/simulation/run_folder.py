@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from promptfed.runtime.processes import Site
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared import machine
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.data import DataError, Source
 from promptfed.shared.data.identity import DataIdentity, identity_of
+from promptfed.shared.errors import BadInput, PromptfedError
 from promptfed.shared.files import write_whole
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import FederationSpec
@@ -58,7 +58,7 @@ class RunFolder:
         A run that does not know them takes these.
 
         Raises:
-            CommandError: they differ, and ``new_data`` does not accept it.
+            PromptfedError: they differ, and ``new_data`` does not accept it.
         """
         if not self.lasting:
             return
@@ -76,16 +76,16 @@ class RunFolder:
             if changed and not self.new_data:
                 more = f"; and {len(changed) - NAMED} clients more" if len(changed) > NAMED else ""
                 text = f"the data have changed since the run in {self.path} began: {'; '.join(changed[:NAMED])}{more}"
-                raise CommandError(f"{text}; give --new-data to go on with them, or a new folder", Exit.BAD_INPUT)
+                raise BadInput(f"{text}; give --new-data to go on with them, or a new folder")
             if unknown and not self.new:
                 log.warning("the run in %s did not know its data: it takes those of today", self.path)
             for file, now in found.items():
                 file.parent.mkdir(mode=0o700, exist_ok=True)
                 write_whole(file, now.model_dump_json().encode(), mode=0o600)
-        except DataError as error:
-            raise CommandError(str(error), Exit.BAD_INPUT) from None
+        except DataError:
+            raise
         except (OSError, ValueError) as error:
-            raise CommandError(f"the data of the run in {self.path}: {why(error)}", Exit.BAD_INPUT) from None
+            raise BadInput(f"the data of the run in {self.path}: {why(error)}") from None
 
     def forget_clients(self) -> None:
         """Remove the clients' state, for a federation that never started."""
@@ -107,7 +107,7 @@ def run_folder(
     A new folder in which a refused command has left nothing belongs to no run: the corrected command can have it.
 
     Raises:
-        CommandError: it cannot be used, belongs to something else, or another command uses it.
+        PromptfedError: it cannot be used, belongs to something else, or another command uses it.
     """
     if storage is None:
         with tempfile.TemporaryDirectory(prefix="promptfed-", ignore_cleanup_errors=True) as temporary:
@@ -120,14 +120,14 @@ def run_folder(
         key = (path / KEY_FILE).read_text().strip()
         lock = (path / RUN_FILE).open("r+")
     except OSError as error:
-        raise CommandError(f"cannot use {option} {storage}: {why(error)}", Exit.BAD_INPUT) from None
+        raise BadInput(f"cannot use {option} {storage}: {why(error)}") from None
     with lock:
         if not machine.try_lock(lock.fileno()):
             text = f"another command runs with {option} {storage}"
-            raise CommandError(f"{text}: wait for its end, or give another folder", Exit.BAD_INPUT)
+            raise BadInput(f"{text}: wait for its end, or give another folder")
         try:
             yield RunFolder(path, key, True, new, new_data)
-        except CommandError:
+        except PromptfedError:
             if new and {entry.name for entry in path.iterdir()} - {DATA} == {RUN_FILE, KEY_FILE}:
                 shutil.rmtree(path / DATA, ignore_errors=True)
                 (path / RUN_FILE).unlink()
@@ -140,10 +140,10 @@ def _claim(path: Path, run: str, option: str) -> bool:
     if about.exists():
         if _run_in(about, option) != run:
             text = f"{option} {path} holds another run (another spec, or other clients)"
-            raise CommandError(f"{text}: give a new folder, or that run's file", Exit.BAD_INPUT)
+            raise BadInput(f"{text}: give a new folder, or that run's file")
         return False
     if any(entry.name != KEY_FILE for entry in path.iterdir()):
-        raise CommandError(f"{option} {path} is not empty, and holds no run: give a new folder", Exit.BAD_INPUT)
+        raise BadInput(f"{option} {path} is not empty, and holds no run: give a new folder")
     write_whole(path / KEY_FILE, (secrets.token_hex(32) + "\n").encode(), mode=0o600)
     write_whole(about, (json.dumps({"format": FORMAT, "run": run}) + "\n").encode())
     return True
@@ -154,4 +154,4 @@ def _run_in(about: Path, option: str) -> str | None:
         said = json.loads(about.read_text())
         return str(said["run"])
     except (ValueError, KeyError, TypeError):
-        raise CommandError(f"{about} cannot be read: give {option} a new folder", Exit.BAD_INPUT) from None
+        raise BadInput(f"{about} cannot be read: give {option} a new folder") from None

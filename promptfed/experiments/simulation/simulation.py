@@ -38,12 +38,13 @@ from promptfed.experiments.simulation.run_folder import RunFolder, identity, run
 from promptfed.experiments.simulation.workers import AHEAD, RunningWorkers, run_workers
 from promptfed.runtime.processes import Site
 from promptfed.sdk import operations
-from promptfed.sdk.client import AsyncCoordinator, CommandError, Exit, Request
+from promptfed.sdk.client import AsyncCoordinator, Request
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.caches import features_in
 from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.errors import EndedBadly, Failed, PromptfedError
 from promptfed.shared.methods import method_for
 from promptfed.shared.metrics import Outcomes
 from promptfed.shared.privacy.noise import SeededNoise
@@ -89,7 +90,7 @@ def simulate(
     of the garbage collector.
 
     Raises:
-        CommandError: one line: a spec, data or backbone that cannot be used, a client that failed, a federation that
+        PromptfedError: one line: a spec, data or backbone that cannot be used, a client that failed, a federation that
             did not finish.
     """
     with ExitStack() as stack:
@@ -121,12 +122,12 @@ def simulate(
                 told = progress or (lambda snapshot: None)
                 playing = _run(setup, initial or made, told, started)
                 result = _in_a_thread(disk.watch(playing))
-        except (OSError, SQLAlchemyError, CannotOpen, CommandError) as error:
+        except (OSError, SQLAlchemyError, CannotOpen, PromptfedError) as error:
             if disk.full or FullDisk.is_meant(error):
                 raise full_disk(place, GOES_ON if run.lasting else "") from None
-            if isinstance(error, CommandError):
+            if isinstance(error, PromptfedError):
                 raise
-            raise CommandError(f"cannot work in {place}: {why(error)}", Exit.FAILED) from None
+            raise Failed(f"cannot work in {place}: {why(error)}") from None
         return replace(result, outcomes=tuple(latest[key] for key in sorted(latest)))
 
 
@@ -282,7 +283,7 @@ async def _follow(progress: ProgressCallback, api: AsyncCoordinator, federation:
     """Report the progress until the federation has finished.
 
     Raises:
-        CommandError: it ended otherwise, or a client failed.
+        PromptfedError: it ended otherwise, or a client failed.
     """
     last = None
     while True:
@@ -302,20 +303,20 @@ def last_rounds(federation: str, snapshot: Snapshot) -> Request[RoundPage]:
     return operations.get_rounds(federation, after=str(snapshot.round - 1) if snapshot.round else None)
 
 
-def ended_badly(snapshot: Snapshot, reports: Sequence[RoundReport]) -> CommandError:
+def ended_badly(snapshot: Snapshot, reports: Sequence[RoundReport]) -> PromptfedError:
     """The error of a federation that did not finish, with the failures that clients reported in its last round."""
     last = [report for report in reports if report.round == snapshot.round]
     failed = [failure for report in last for phase in report.phases for failure in phase.failed]
     text = "; ".join(f"client {failure.client}: {failure.type}: {failure.detail}" for failure in failed[:3])
     more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
     why = f": {text}{more}" if text else ""
-    return CommandError(f"the federation is {snapshot.describe()}{why}", Exit.FEDERATION_ENDED_BADLY)
+    return EndedBadly(f"the federation is {snapshot.describe()}{why}")
 
 
 def expect_all_evaluated(reports: Sequence[Mapping[str, Any]]) -> None:
-    """Raise CommandError if a client could not evaluate: means over the other clients would mislead."""
+    """Raise PromptfedError if a client could not evaluate: means over the other clients would mislead."""
     for report in reports:
         for failure in report["evaluation"]["failed"] if report["evaluation"] else []:
             why = f"{failure['type']}: {failure['detail']}"
             text = f"client {failure['client']} could not evaluate round {report['round']}: {why}"
-            raise CommandError(text, Exit.FAILED)
+            raise Failed(text)

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import torch
 
-from promptfed.client_service.exits import ClientError
+from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.parts import Parts, PrivacyParts
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.settings import Settings, make_settings
@@ -25,11 +25,29 @@ from promptfed.coordinator.domain.run_state import EVALUATION
 from promptfed.experiments.simulation.preparation import SimulationSetup
 from promptfed.experiments.simulation.processes import RemoteWork
 from promptfed.runtime.processes import Site
-from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared.errors import (
+    BadInput,
+    EndedBadly,
+    Failed,
+    Misused,
+    NotAllowed,
+    PromptfedError,
+    Refused,
+    Unreachable,
+)
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
 from promptfed.shared.service.reasons import NAME_PATTERN
 
+ENDS: dict[int, type[PromptfedError]] = {
+    Exit.USAGE: Misused,
+    Exit.BAD_INPUT: BadInput,
+    Exit.UNREACHABLE: Unreachable,
+    Exit.NOT_ALLOWED: NotAllowed,
+    Exit.REFUSED: Refused,
+    Exit.FEDERATION_ENDED_BADLY: EndedBadly,
+}
+"""The error of a simulation one of whose clients ended with this code; of all others, `Failed`."""
 AHEAD = 2  # clients that fetch or send while those of the pool compute
 
 
@@ -54,7 +72,7 @@ class RunningWorkers:
                 self.everybody_enrolled.set()
 
     async def enrolled(self) -> None:
-        """Return once all have enrolled. Raises CommandError if one has failed."""
+        """Return once all have enrolled. Raises PromptfedError if one has failed."""
         enrolled = asyncio.create_task(self.everybody_enrolled.wait())
         try:
             await asyncio.wait({enrolled, *self.tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -64,26 +82,21 @@ class RunningWorkers:
             enrolled.cancel()
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Return once all have ended, or after ``seconds``. Raises CommandError once one has failed."""
+        """Return once all have ended, or after ``seconds``. Raises PromptfedError once one has failed."""
         await asyncio.wait(self.tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         self.check()
 
     def check(self) -> None:
         """Raise the error that ended a client, or that of an evaluation."""
         if self.unevaluated:
-            raise CommandError(self.unevaluated[0], Exit.FAILED)
+            raise Failed(self.unevaluated[0])
         for task, name in self.tasks.items():
             error = task.exception() if task.done() and not task.cancelled() else None
             if isinstance(error, ClientError):
-                raise CommandError(f"client {name}: {error}", _exit(error)) from None
+                raise ENDS.get(error.exit, Failed)(f"client {name}: {error}") from None
             if error is not None:
                 text = f"client {name} failed: {type(error).__name__}: {error}"
-                raise CommandError(text, Exit.FAILED) from error
-
-
-def _exit(error: ClientError) -> Exit:
-    """The command's exit code. The codes from NAME_TAKEN to LEDGER belong to a client's process."""
-    return Exit.FAILED if Exit.NAME_TAKEN <= error.exit <= Exit.LEDGER else error.exit
+                raise Failed(text) from error
 
 
 @asynccontextmanager
@@ -154,5 +167,5 @@ def _settings(setup: SimulationSetup, url: str, federation: str) -> Iterator[Set
                 **own,
             )
         except ClientError as error:
-            raise CommandError(f"client {site.name}: {error}", Exit.BAD_INPUT) from None
+            raise BadInput(f"client {site.name}: {error}") from None
         yield first

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared import seeds
+from promptfed.shared.errors import BadInput
 from promptfed.shared.messages import Domain
 from promptfed.shared.plain_text import quoted, seen
 from promptfed.shared.privacy.accounting import Event, training_event
@@ -277,7 +278,7 @@ class UnprotectedError(ValueError):
     """Training would have run without the promised protection; the text gives the reason."""
 
 
-class MethodError(ValueError):
+class MethodError(BadInput, ValueError):
     """A method cannot run under these conditions; the text gives the problem and a remedy."""
 
 

@@ -17,10 +17,9 @@ from promptfed.client_service.training.data import held_out
 from promptfed.client_service.training.evaluation import answers
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.experiments.bench.tuning import has_diverged
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.client import Exit as CommandExit
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source, open_source
+from promptfed.shared.errors import Failed
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface import Classifier, ClientContext, MethodError, Split
 from promptfed.shared.methods.promptfl import PromptFL
@@ -108,7 +107,7 @@ def test_a_classifier_that_has_diverged_is_told_in_words(wrong: float) -> None:
 
     with pytest.raises(MethodError, match="not finite: lower") as raised:
         answers(Diverged(), made_up_source(names=["a", "b"]).test, lambda: False)
-    assert has_diverged(CommandError(f"client a could not evaluate round 1: {raised.value}", CommandExit.FAILED))
+    assert has_diverged(Failed(f"client a could not evaluate round 1: {raised.value}"))
 
 
 def test_without_template_in_spec_each_data_source_has_its_own(make: Make, backbone: Backbone, source: Source) -> None:

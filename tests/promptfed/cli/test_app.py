@@ -26,8 +26,9 @@ from promptfed.cli.app import SECTIONS, Commands, Made
 from promptfed.cli.common import AllowBackbone, Written
 from promptfed.cli.main import app, main
 from promptfed.client_service.exits import ClientError
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.data import DataError
+from promptfed.shared.errors import Refused
+from promptfed.shared.service.reasons import Exit
 from tests.support.coordinators import in_thread
 
 PATIENCE = 120
@@ -134,7 +135,7 @@ def test_parameters_are_made_of_options(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("error", "code"), [
-    (CommandError("wrong", Exit.REFUSED), Exit.REFUSED),
+    (Refused("wrong"), Exit.REFUSED),
     (ClientError(Exit.STATE, "wrong"), Exit.STATE),
     (DataError("wrong"), Exit.BAD_INPUT),
     (KeyboardInterrupt(), Exit.INTERRUPTED),

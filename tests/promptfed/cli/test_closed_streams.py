@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from promptfed.sdk.client import Exit
+from promptfed.shared.service.reasons import Exit
 from tests.shared.test_streams import WAYS, ended
 
 RUN = """

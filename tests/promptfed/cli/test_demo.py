@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from promptfed.cli.commands.run import demo_sites, demo_spec
 from promptfed.cli.main import app
-from promptfed.sdk.client import Exit
 from promptfed.shared import get_extra
 from promptfed.shared.data.demo import DEMOS
+from promptfed.shared.service.reasons import Exit
 from tests.support.waiting import PATIENCE, wait_for
 
 STARTER = "promptfed.client_service.starter"

@@ -19,9 +19,10 @@ from promptfed.client_service.__main__ import main as client
 from promptfed.client_service.joining import doctor as doctor_module
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.state.site_log import read, verify
-from promptfed.sdk.backbone import open_backbone
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.clip import shape_of, weights
+from promptfed.shared.errors import PromptfedError
+from promptfed.shared.methods.core.spec_backbone import open_backbone
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.spec.spec import BackboneSpec
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread
@@ -286,7 +287,7 @@ def test_a_file_of_weights_is_read_by_every_command(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(variable, "")  # put back afterwards
     result = doctor("--model", "ViT-B-16", "--pretrained", "openai", "--backbone-file", str(tmp_path / "gone.pt"))
     assert f"There is no file {tmp_path / 'gone.pt'} of weights" in result.output
-    with pytest.raises(CommandError, match="There is no file"):
+    with pytest.raises(PromptfedError, match="There is no file"):
         open_backbone(BackboneSpec(model="ViT-B-16", pretrained="openai"), allow_backbone=False)
     monkeypatch.setenv("PROMPTFED_CLIENT_BACKBONE_FILE", str(tmp_path / "gone.pt"))
     settings = make_settings(coordinator="http://127.0.0.1", federation="a", data="digits", state_dir=tmp_path)
@@ -299,7 +300,7 @@ def test_a_file_of_weights_is_read_by_every_command(monkeypatch: pytest.MonkeyPa
 def test_a_command_permits_what_is_named_as_a_client_does(tmp_path: Path) -> None:
     hub = BackboneSpec(model="hf-hub:someone/model", pretrained=None)
     for allowed in ([], ["hf-hub:someone/other"]):
-        with pytest.raises(CommandError, match="must permit it by --allow-backbone hf-hub:someone/model"):
+        with pytest.raises(PromptfedError, match="must permit it by --allow-backbone hf-hub:someone/model"):
             open_backbone(hub, allow_backbone=allowed)
     (tmp_path / "run.yaml").write_text(
         "backbone: {model: 'hf-hub:someone/model', pretrained: null}\n"

@@ -20,8 +20,8 @@ from typer.testing import CliRunner, Result
 
 from promptfed.cli.main import app
 from promptfed.runtime.processes import Processes
-from promptfed.sdk.client import Exit
 from promptfed.shared.clip import load_backbone
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.tensors.torch_tensors import state_hash
 from tests.support.waiting import PATIENCE
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from promptfed.cli.main import app
 from promptfed.experiments.bench.presets import preset_names
 from promptfed.runtime.run_file import read_run
-from promptfed.sdk.backbone import resolve
-from promptfed.sdk.client import Exit
+from promptfed.shared.methods import resolve_spec
+from promptfed.shared.service.reasons import Exit
 from tests import ROOT
 
 PATIENCE = 300
@@ -70,7 +70,7 @@ def test_a_paper_s_settings_become_a_run_file(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["init", str(folder), "--from", "paper:fedpgp-office", "--root", root])
     assert done.exit_code == 0, done.output
     run = read_run(folder / "run.yaml")
-    spec = resolve(run.spec)
+    spec = resolve_spec(run.spec)
     assert (spec.name, spec.method["name"], spec.backbone.model) == ("fedpgp-office", "fedpgp", "ViT-B-16")
     assert [site.name for site in run.sites] == ["caltech", "dslr", "webcam"]
     assert all(root in uri for site in run.sites for uri, _ in site.uris())

@@ -22,9 +22,11 @@ from promptfed.cli.main import app
 from promptfed.runtime.containers import choose_gpus, gpus_of_engine
 from promptfed.runtime.processes import ProcessFailed, Services, Site
 from promptfed.runtime.run_file import read_run
-from promptfed.sdk.client import Answer, CommandError, Coordinator, Exit, Request
+from promptfed.sdk.client import Answer, Coordinator, Request
 from promptfed.shared.data import SCHEMES, DataError, open_source
 from promptfed.shared.data.registry import SharedSources, class_names_of, tell_look_alikes
+from promptfed.shared.errors import PromptfedError
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.spec.spec import parse_spec
 from tests import ROOT
 from tests.support.own_images import write_folder
@@ -132,11 +134,11 @@ def test_gpus_that_there_are(asked: str, chosen: list[str]) -> None:
 
 
 def test_gpus_that_there_are_not() -> None:
-    with pytest.raises(CommandError, match=r"--gpus 3 asks for more GPUs than there are \(2\)"):
+    with pytest.raises(PromptfedError, match=r"--gpus 3 asks for more GPUs than there are \(2\)"):
         choose_gpus("3", lambda: ["g0", "g1"])
     assert choose_gpus("auto", list) == []
     for asked in ("all", "0", "-1", "1.5", ""):
-        with pytest.raises(CommandError, match="use auto, none or a number"):
+        with pytest.raises(PromptfedError, match="use auto, none or a number"):
             choose_gpus(asked, lambda: ["g0"])
 
 

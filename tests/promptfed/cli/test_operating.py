@@ -18,7 +18,7 @@ from promptfed.cli.main import app
 from promptfed.console.progress import Snapshot, Watcher
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.settings import Settings
-from promptfed.sdk.client import Exit
+from promptfed.shared.service.reasons import Exit
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread
 

@@ -24,12 +24,12 @@ from promptfed.coordinator.store.tables import TaskRow
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.export.export import ExportOptions, export
 from promptfed.runtime.processes import Site
-from promptfed.sdk.client import Exit
 from promptfed.shared.clip import FeatureCache, load_backbone
 from promptfed.shared.clip.embedded import tiny
 from promptfed.shared.data import open_source
 from promptfed.shared.metrics import Estimate, pool_estimates
 from promptfed.shared.privacy.accounting import Event, epsilon_of
+from promptfed.shared.service.reasons import Exit
 from promptfed.testing.clients import drive
 from tests.promptfed.conftest import command
 from tests.support.coordinators import InThread, in_thread

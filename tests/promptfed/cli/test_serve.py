@@ -19,7 +19,7 @@ from promptfed.cli.scoring import model_of_export
 from promptfed.client_service.serving import api
 from promptfed.client_service.serving.api import create_export_app
 from promptfed.export.adapted_model import predictor_of
-from promptfed.sdk.client import Exit
+from promptfed.shared.service.reasons import Exit
 from tests.promptfed.conftest import command
 from tests.support import exports
 from tests.support.own_images import SHAPES, write_folder

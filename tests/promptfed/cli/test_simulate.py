@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from promptfed.cli.commands.run import MOST_ROWS, _table, summaries
 from promptfed.cli.main import app
-from promptfed.sdk.client import Exit
 from promptfed.sdk.result import Accuracy
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.tensors.torch_tensors import state_hash
 from tests import ROOT
 from tests.support.waiting import PATIENCE, wait_for

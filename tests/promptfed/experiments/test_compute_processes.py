@@ -23,10 +23,10 @@ from promptfed.experiments.simulation.processes import Inherited, Processes, com
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.export.model_card import _privacy
 from promptfed.runtime.processes import Site
-from promptfed.sdk.client import CommandError
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
 from promptfed.shared.clip.embedded import tiny
 from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.errors import PromptfedError
 from promptfed.shared.messages import Peer
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.methods.core.interface import ClientContext, MethodError, TrainResult
@@ -120,7 +120,9 @@ def test_a_process_that_is_killed_ends_the_simulation_in_one_line(
         raise AssertionError
 
     monkeypatch.setattr(PromptFL, "train", killed)
-    with pytest.raises(CommandError, match=r"client site-\d: the process that computed for it ended with exit code -9"):
+    with pytest.raises(
+        PromptfedError, match=r"client site-\d: the process that computed for it ended with exit code -9"
+    ):
         simulate(SPEC, SITES, pool=2, backbone=backbone, features=tmp_path)
     assert multiprocessing.active_children() == []
 

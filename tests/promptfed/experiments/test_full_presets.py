@@ -21,10 +21,9 @@ from promptfed.experiments.bench.presets import Preset, preset_names, read_prese
 from promptfed.experiments.bench.protocols import BaseToNovel
 from promptfed.experiments.bench.runner import Job, Runner
 from promptfed.experiments.simulation.preparation import expect_usable, open_site, simulated_spec
-from promptfed.sdk.backbone import resolve
 from promptfed.shared.data import public_sets
 from promptfed.shared.data.registry import SharedSources
-from promptfed.shared.methods import check_fits, method_for
+from promptfed.shared.methods import check_fits, method_for, resolve_spec
 from promptfed.shared.methods.core.interface import ChecksClients, ClientInfo, ServerContext
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec
 
@@ -119,7 +118,7 @@ def expect_startable(job: Job, sources: SharedSources) -> None:
     """All that a simulation, its clients and its coordinator check before the first task."""
     sites = job.trial.sites
     expect_usable(sites, pool=1)
-    spec = simulated_spec(resolve(job.spec), sites)
+    spec = simulated_spec(resolve_spec(job.spec), sites)
     method, shape = method_for(spec), SHAPES[spec.backbone.model]
     check_fits(method, shape)
     clients = [info_of(spec, job, number, sources) for number in range(len(sites))]

@@ -16,11 +16,12 @@ from promptfed.cli.main import app
 from promptfed.experiments.bench.presets import preset_names, read_preset
 from promptfed.experiments.bench.protocols import PROTOCOLS
 from promptfed.experiments.bench.tables import TableRow, interleaved
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.data import Source, open_source, public_sets
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.registry import SCHEMES
+from promptfed.shared.errors import PromptfedError
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.spec.spec import TrainingSpec
 
 CLASSES = ("bird", "feather", "headphones", "ice cream", "teapot", "tiger", "whale", "windmill", "wine glass", "zebra")
@@ -115,9 +116,9 @@ def test_what_a_preset_lays_down_is_the_papers() -> None:
     cifar = read_preset("paper:fedpgp-cifar")
     assert (cifar.setting.clients, cifar.setting.alpha, cifar.spec["rounds"]) == (100, 0.3, 150)
     assert list(read_preset("paper:pfedpg-dermoscopic").methods)[-1] == "pfedpg:m=3"
-    with pytest.raises(CommandError, match="there is no preset 'paper:nothing'"):
+    with pytest.raises(PromptfedError, match="there is no preset 'paper:nothing'"):
         read_preset("paper:nothing")
-    with pytest.raises(CommandError, match="there is no preset"):
+    with pytest.raises(PromptfedError, match="there is no preset"):
         read_preset("paper:../papers/plan-pacs")
 
 

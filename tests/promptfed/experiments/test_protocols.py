@@ -14,9 +14,9 @@ from promptfed.cli.commands.bench import _seeds, _untried, _words
 from promptfed.experiments.bench.entries import parse_entries, parse_entry
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting, with_options
 from promptfed.experiments.bench.tuning import AUTO, Candidate, Plan, Trial, choose, gain
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import DataError, open_source
+from promptfed.shared.errors import BadInput, PromptfedError
 from promptfed.shared.methods import METHODS, resolve_spec
 from promptfed.shared.spec.spec import FederationSpec
 from tests.support.own_images import write_folder
@@ -232,7 +232,7 @@ def test_what_a_uri_says_itself_stays() -> None:
     ("base-to-novel", Setting(("nothing:",)), "unknown data source"),
 ])  # fmt: skip
 def test_a_setting_that_a_protocol_cannot_use_is_refused(protocol: str, setting: Setting, complaint: str) -> None:
-    with pytest.raises(CommandError, match=complaint):
+    with pytest.raises(PromptfedError, match=complaint):
         PROTOCOLS[protocol].trials(setting, seed=0, personal=False)
 
 
@@ -247,7 +247,7 @@ def test_domains_with_other_classes_are_all_told_before_anything_is_computed(tmp
     setting = domain_folders(
         tmp_path, {"a": ("circle", "bar"), "b": ("circle", "bar", "cross"), "c": ("bar", "square")}
     )
-    with pytest.raises(CommandError) as caught:
+    with pytest.raises(PromptfedError) as caught:
         lodo.trials(setting, 0, False)
     text = str(caught.value)
     for part in ("b has classes that a lacks (cross)", "c has classes that a lacks (square)", "only=NAME,NAME"):
@@ -277,7 +277,7 @@ def test_what_is_personal_depends_on_the_method_and_its_hyperparameters() -> Non
     labels = ("coop", "fedpgp", "promptfl_ft", "pfedpg", "singleset_vpt", "fedvpt:head=linear")
     assert [parse_entry(label).personal for label in labels] == [True] * len(labels)
     assert not any(parse_entry(label).personal for label in ("promptfl", "fedtpg", "plan", "fast_pt", "fedvpt"))
-    with pytest.raises(CommandError, match="promptfl:colour=red"):
+    with pytest.raises(PromptfedError, match="promptfl:colour=red"):
         parse_entry("promptfl:colour=red").personal  # noqa: B018
 
 
@@ -291,7 +291,7 @@ def test_what_is_personal_depends_on_the_method_and_its_hyperparameters() -> Non
     ("promptfl,", "has an empty entry"),
 ])  # fmt: skip
 def test_bad_entries_are_refused(text: str, complaint: str) -> None:
-    with pytest.raises(CommandError, match=complaint):
+    with pytest.raises(PromptfedError, match=complaint):
         parse_entries(text)
 
 
@@ -299,7 +299,7 @@ def test_bad_entries_are_refused(text: str, complaint: str) -> None:
     ("text", "path"), [("promptfl:colour=red", "method.colour"), ("promptfl:training.epochs=0", "training.epochs")]
 )
 def test_an_entry_that_makes_no_spec_is_named(text: str, path: str) -> None:
-    with pytest.raises(CommandError, match=f"{text}: .*{path}"):
+    with pytest.raises(PromptfedError, match=f"{text}: .*{path}"):
         parse_entry(text).spec({"name": "x"})
 
 
@@ -341,7 +341,7 @@ class Given:
 
     def spec(self, method: str) -> FederationSpec:
         if method not in self.best:
-            raise CommandError(f"there is no method {method!r}", Exit.BAD_INPUT)
+            raise BadInput(f"there is no method {method!r}")
         spec = {"name": "x", "method": {"name": method}, "rounds": 8, "class_names": NAMES} | TINY
         return resolve_spec(spec)
 
@@ -453,7 +453,7 @@ def test_a_method_without_a_rate_is_tried_once_in_a_rung() -> None:
 
 def test_candidates_that_are_all_alike_are_an_error() -> None:
     runs = Given({"promptfl": 0.5, "coop": 0.5}, {})
-    with pytest.raises(CommandError, match="every candidate has the same accuracy"):
+    with pytest.raises(PromptfedError, match="every candidate has the same accuracy"):
         choose(runs, Plan(("coop",), seconds=1e6), clock=runs.clock)
 
 
@@ -474,7 +474,7 @@ def test_one_seed_has_no_interval_and_rates_of_every_rung_are_no_edge() -> None:
 def test_seeds_are_listed_or_counted() -> None:
     assert _seeds("3") == (12, 13, 14)
     assert _seeds("0,1,2") == (0, 1, 2)
-    with pytest.raises(CommandError, match="how many seeds, at least 1"):
+    with pytest.raises(PromptfedError, match="how many seeds, at least 1"):
         _seeds("0")
 
 

@@ -6,17 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from promptfed.cli.app import exit_code
 from promptfed.experiments.cluster.crew import shares
 from promptfed.experiments.simulation.run_folder import RunFolder, identity, run_folder
 from promptfed.runtime.processes import Site
-from promptfed.sdk.backbone import resolve
-from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared.errors import BadInput, PromptfedError
+from promptfed.shared.methods import resolve_spec
+from promptfed.shared.service.reasons import Exit
 
 SITES = tuple(Site(f"site-{number}", f"symbols:neon?seed={number}") for number in range(5))
 
 
 def run(rounds: int = 2) -> str:
-    return identity(resolve({"name": "small", "method": {"name": "promptfl"}, "rounds": rounds}), SITES)
+    return identity(resolve_spec({"name": "small", "method": {"name": "promptfl"}, "rounds": rounds}), SITES)
 
 
 def test_a_folder_belongs_to_one_run_and_keeps_its_key(tmp_path: Path) -> None:
@@ -27,15 +29,15 @@ def test_a_folder_belongs_to_one_run_and_keeps_its_key(tmp_path: Path) -> None:
     assert (place / "run.key").stat().st_mode & 0o777 == 0o600
     with run_folder(place, run()) as second:
         assert second.key == first.key
-    with pytest.raises(CommandError, match=r"another run .*give a new folder") as refused, run_folder(place, run(3)):
+    with pytest.raises(PromptfedError, match=r"another run .*give a new folder") as refused, run_folder(place, run(3)):
         pass
-    assert refused.value.exit == Exit.BAD_INPUT
+    assert exit_code(refused.value) == Exit.BAD_INPUT
 
 
 def test_two_commands_do_not_use_one_folder_at_once(tmp_path: Path) -> None:
     with (
         run_folder(tmp_path / "storage", run()),
-        pytest.raises(CommandError, match="another command runs with --storage"),
+        pytest.raises(PromptfedError, match="another command runs with --storage"),
         run_folder(tmp_path / "storage", run()),
     ):
         pass
@@ -45,14 +47,14 @@ def test_two_commands_do_not_use_one_folder_at_once(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "holiday.jpg").touch()
-    with pytest.raises(CommandError, match="is not empty, and holds no run"), run_folder(tmp_path, run()):
+    with pytest.raises(PromptfedError, match="is not empty, and holds no run"), run_folder(tmp_path, run()):
         pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["holiday.jpg"]
     (tmp_path / "holiday.jpg").unlink()
     (tmp_path / "run.json").write_text("[")
-    with pytest.raises(CommandError, match=r"run\.json cannot be read"), run_folder(tmp_path, run()):
+    with pytest.raises(PromptfedError, match=r"run\.json cannot be read"), run_folder(tmp_path, run()):
         pass
-    with pytest.raises(CommandError, match="cannot use --storage"), run_folder(tmp_path / "run.json", run()):
+    with pytest.raises(PromptfedError, match="cannot use --storage"), run_folder(tmp_path / "run.json", run()):
         pass
 
 
@@ -75,7 +77,7 @@ def test_without_storage_nothing_stays() -> None:
 def test_another_spec_or_other_clients_make_another_run() -> None:
     assert run() == run()
     assert run() != run(3)
-    spec = resolve({"name": "small", "method": {"name": "promptfl"}, "rounds": 2})
+    spec = resolve_spec({"name": "small", "method": {"name": "promptfl"}, "rounds": 2})
     assert identity(spec, SITES) != identity(spec, SITES[:4])
 
 
@@ -96,12 +98,12 @@ def test_every_client_is_in_one_crew(crews: int) -> None:
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_refused_command_leaves_a_new_folder_only_to_what_it_has_stored(tmp_path: Path, stored: bool) -> None:
     place = tmp_path / "storage"
-    with pytest.raises(CommandError, match="no room"), run_folder(place, run()):
+    with pytest.raises(PromptfedError, match="no room"), run_folder(place, run()):
         if stored:
             (place / "data").mkdir()
-        raise CommandError("no room", Exit.BAD_INPUT)
+        raise BadInput("no room")
     if stored:
-        with pytest.raises(CommandError, match="another run"), run_folder(place, run(3)):
+        with pytest.raises(PromptfedError, match="another run"), run_folder(place, run(3)):
             pass
     with run_folder(place, run() if stored else run(3)) as folder:
         assert folder.lasting

@@ -20,11 +20,12 @@ from promptfed.experiments.bench.entries import parse_entries
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
 from promptfed.experiments.bench.runner import BENCH_FILE, Bench, BenchRun, Runner, claim, costs, data_hash, read_run
 from promptfed.experiments.bench.tables import TableRow, cell, markdown, rows_of, scores_of
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared import get_extra
 from promptfed.shared.data import open_source
+from promptfed.shared.errors import PromptfedError
 from promptfed.shared.metrics import calibration_error
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.spec.spec import FederationSpec
 from tests.support.far_device import far_device, waits
 
@@ -188,7 +189,7 @@ def test_a_job_that_cannot_run_is_named_and_finished_ones_stay(tmp_path: Path) -
     described = Bench(
         PROTOCOLS["personalisation"], parse_entries("zero_shot,promptfl:m=40"), setting, (0,), {"rounds": 1}
     )
-    with pytest.raises(CommandError, match="promptfl:m=40, seed 0: "):
+    with pytest.raises(PromptfedError, match="promptfl:m=40, seed 0: "):
         Runner(tmp_path).run_all(described.jobs(), lambda done, total, job: None)
     assert len(list((tmp_path / "runs").glob("*.json"))) == 1
 
@@ -202,7 +203,7 @@ def test_a_seed_in_the_spec_is_refused(tmp_path: Path) -> None:
 
 def test_novel_classes_are_never_those_that_the_uri_trains_on(tmp_path: Path) -> None:
     """With classes=base in the URI, both halves would be its base classes."""
-    with pytest.raises(CommandError, match="sets classes itself"):
+    with pytest.raises(PromptfedError, match="sets classes itself"):
         make_bench("base-to-novel", "coop", Setting((DATA + "&classes=base",)), "0", None, None, None)
 
 
@@ -210,7 +211,7 @@ def test_novel_classes_are_never_those_that_the_uri_trains_on(tmp_path: Path) ->
 def test_a_file_that_is_no_result_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(content)
-    with pytest.raises(CommandError, match=r"run\.json cannot be read: remove it"):
+    with pytest.raises(PromptfedError, match=r"run\.json cannot be read: remove it"):
         read_run(path)
 
 
@@ -218,7 +219,7 @@ def test_a_damaged_result_is_told_in_one_line(finished: tuple[Path, dict[str, An
     content = json.loads(next((finished[0] / "runs").glob("*.json")).read_text())
     path = tmp_path / "run.json"
     path.write_text(json.dumps(content | {"rounds": "two", "costs": [1]}))
-    with pytest.raises(CommandError) as refused:
+    with pytest.raises(PromptfedError) as refused:
         read_run(path)
     told = str(refused.value)
     assert told.startswith(f"{path} cannot be read: remove it to run it again (rounds: must be a valid integer")

@@ -29,6 +29,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import promptfed
+from promptfed.cli.app import exit_code
 from promptfed.cli.main import app
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.privacy.noisy_counts import coded_accuracy, lowest
@@ -48,14 +49,15 @@ from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.experiments.simulation.workers import _exit
 from promptfed.runtime.processes import Site
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.embedded import tiny
 from promptfed.shared.data import DataError, open_source
+from promptfed.shared.errors import Failed, PromptfedError
 from promptfed.shared.methods import METHODS, resolve_spec
 from promptfed.shared.methods.core.interface import Classifier, ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, state_hash
 from tests import ROOT
@@ -134,7 +136,7 @@ def test_an_interrupted_run_goes_on_to_the_same_state(
 
     with pytest.raises(RuntimeError, match="interrupted"):
         simulate(given, SITES, folder=tmp_path / "run", lasting=True, progress=interrupt, **options)
-    with pytest.raises(CommandError, match=r"--out .* holds another run"):
+    with pytest.raises(PromptfedError, match=r"--out .* holds another run"):
         simulate(given | {"seed": 4}, SITES, folder=tmp_path / "run", lasting=True, **options)
     seen: list[Snapshot] = []
     again = simulate(given, SITES, folder=tmp_path / "run", lasting=True, progress=seen.append, **options)
@@ -145,9 +147,9 @@ def test_an_interrupted_run_goes_on_to_the_same_state(
     assert again.facts.privacy == whole.facts.privacy
 
 
-def failed_by(cause: OSError) -> CommandError:
+def failed_by(cause: OSError) -> PromptfedError:
     """How a client's error ends the simulation."""
-    error = CommandError(f"client one failed: {cause}", Exit.FAILED)
+    error = Failed(f"client one failed: {cause}")
     error.__cause__ = cause
     return error
 
@@ -171,10 +173,10 @@ def test_a_full_disk_ends_it_in_one_line(
         raise fails
 
     monkeypatch.setattr(place, call, full)
-    with pytest.raises(CommandError, match=r"^the disk of .* is full: free some space, or set TMPDIR") as end:
+    with pytest.raises(PromptfedError, match=r"^the disk of .* is full: free some space, or set TMPDIR") as end:
         simulate(spec(), SITES, backbone=backbone, features=features)
-    assert end.value.exit is Exit.BAD_INPUT
-    with pytest.raises(CommandError, match="is full: free some space, then give the same command again"):
+    assert exit_code(end.value) is Exit.BAD_INPUT
+    with pytest.raises(PromptfedError, match="is full: free some space, then give the same command again"):
         simulate(spec(), SITES, backbone=backbone, features=features, folder=tmp_path / "run", lasting=True)
 
 
@@ -216,11 +218,11 @@ def site_1_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("site_1_fails")
 @pytest.mark.parametrize("pool", [1, 2])
 def test_client_that_fails_is_named_where_all_are_needed(pool: int, backbone: Backbone, features: FeatureCache) -> None:
-    with pytest.raises(CommandError) as caught:
+    with pytest.raises(PromptfedError) as caught:
         simulate(spec(), SITES, pool=pool, backbone=backbone, features=features)
     wanted = "the federation is paused (quorum_missed): client site-1: MethodError: the loss is not finite"
     assert str(caught.value) == wanted
-    assert caught.value.exit == Exit.FEDERATION_ENDED_BADLY
+    assert exit_code(caught.value) == Exit.FEDERATION_ENDED_BADLY
 
 
 @pytest.mark.usefixtures("site_1_fails")
@@ -242,7 +244,7 @@ def test_a_client_that_cannot_evaluate_is_an_error(
         return classifier(self, context, payload, private)
 
     monkeypatch.setattr(PromptFL, "classifier", failing)
-    with pytest.raises(CommandError, match="client site-1 could not evaluate round 1: MethodError: no classifier"):
+    with pytest.raises(PromptfedError, match="client site-1 could not evaluate round 1: MethodError: no classifier"):
         simulate(spec(), SITES, pool=pool, backbone=backbone, features=features)
 
 
@@ -261,13 +263,13 @@ def test_a_wrong_method_ends_it_at_once_with_the_traceback(
         raise ZeroDivisionError("of my own")
 
     monkeypatch.setattr(PromptFL, half, wrong_line)
-    with pytest.raises(CommandError, match="ZeroDivisionError: of my own") as caught:
+    with pytest.raises(PromptfedError, match="ZeroDivisionError: of my own") as caught:
         simulate(
             spec(rounds=50, participation={"min_clients": 2, "quorum": 0.1}), SITES,
             pool=pool, backbone=backbone, features=features, progress=lambda told: rounds.append(told.round),
         )  # fmt: skip
     assert max(rounds, default=0) <= 1
-    assert caught.value.exit in (Exit.FAILED, Exit.FEDERATION_ENDED_BADLY, Exit.REFUSED)
+    assert exit_code(caught.value) in (Exit.FAILED, Exit.FEDERATION_ENDED_BADLY, Exit.REFUSED)
     assert "in wrong_line" in caplog.text
 
 
@@ -306,7 +308,9 @@ def test_an_interrupt_ends_it_at_once_and_leaves_nothing(
 
 def test_another_backbone_than_the_specs_is_refused(backbone: Backbone, features: FeatureCache) -> None:
     named = {"model": tiny.MODEL, "pretrained": None}
-    with pytest.raises(CommandError, match="names the backbone promptfed-tiny None fp32, but promptfed-tiny embedded"):
+    with pytest.raises(
+        PromptfedError, match="names the backbone promptfed-tiny None fp32, but promptfed-tiny embedded"
+    ):
         simulate(spec(backbone=named), SITES, backbone=backbone, features=features)
 
 
@@ -332,11 +336,11 @@ def test_what_goes_wrong_is_one_line(
 ) -> None:
     before = set(threading.enumerate())
     given = None if "backbone" in changes else backbone
-    with pytest.raises(CommandError) as caught:
+    with pytest.raises(PromptfedError) as caught:
         simulate(spec(**changes), sites, backbone=given, features=features)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert caught.value.exit == exit
+    assert exit_code(caught.value) == exit
     assert set(threading.enumerate()) <= before
 
 
@@ -600,7 +604,7 @@ def test_under_protection_the_coordinator_is_not_told_why_evaluation_failed(
 ) -> None:
     monkeypatch.setattr(TaskWork, "_serve", lambda *given: _raise(error))
     said = "evaluation-failed: protected evaluation failed; this client's own log says why$"
-    with pytest.raises(CommandError, match=said):
+    with pytest.raises(PromptfedError, match=said):
         under_noise(monkeypatch, lambda context, payload: dict(payload), backbone, features)
 
 
@@ -803,5 +807,5 @@ def test_a_selection_under_protection_is_refused_with_a_reason(data: dict[str, s
         ({"secure_aggregation": {}}, "protection withholds"),
         ({"retention": "last_round"}, "give retention all"),
     ):
-        with pytest.raises(CommandError, match=text):
+        with pytest.raises(PromptfedError, match=text):
             run({"name": "promptfl", "m": 2}, data, **more)

@@ -14,9 +14,9 @@ from promptfed.experiments.bench.tuning import held_out_sites, rates_of
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.runtime.run_file import read_run
-from promptfed.sdk.client import CommandError
 from promptfed.shared.api.report_schemas import movement, near_chance
 from promptfed.shared.data import open_source
+from promptfed.shared.errors import PromptfedError
 from tests.support.far_device import far_device, waits
 
 RUN = """\
@@ -170,5 +170,5 @@ def test_on_a_gpu_the_same_rate_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "0.1,0.1", "0,1", "-1", "nan", "inf"])
 def test_rates_that_cannot_be_tried_are_refused(text: str) -> None:
-    with pytest.raises(CommandError, match="write different rates above 0"):
+    with pytest.raises(PromptfedError, match="write different rates above 0"):
         rates_of(text)

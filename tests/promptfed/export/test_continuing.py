@@ -22,13 +22,13 @@ from promptfed.export.adapted_model import AdaptedModel
 from promptfed.export.reading import read_export
 from promptfed.export.verification import continued
 from promptfed.runtime.processes import Site
-from promptfed.sdk.backbone import resolve
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.api.export_card import STATE_FILE
 from promptfed.shared.clip import Backbone, load_backbone, shape_of
 from promptfed.shared.clip.weights import load_into, weights_in
+from promptfed.shared.errors import PromptfedError
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.seeds import initial_draws
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.spec.spec import BackboneSpec, SpecError, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors
@@ -102,7 +102,7 @@ def test_no_rounds_measure_what_the_last_round_did(exported: Path, tmp_path: Pat
     sites = [
         Site(name, f"folder:{write_folder(tmp_path / name, seed=seed, each=4)}") for seed, name in enumerate(("a", "b"))
     ]
-    result = simulate(resolve(raw), sites, backbone=exports.backbone(), initial=state)
+    result = simulate(resolve_spec(raw), sites, backbone=exports.backbone(), initial=state)
     assert (result.round, result.state_hash) == (0, card["hashes"]["state"])
     measured = {row["client"]: row["adapted"] for row in card["accuracy"]["clients"] if row["split"] == "test"}
     assert {one.client: one.accuracy for one in result.accuracies() if one.split == "test"} == pytest.approx(measured)
@@ -140,13 +140,13 @@ def test_protection_does_not_end_unsaid(exported: Path, tmp_path: Path) -> None:
     card = json.loads((folder / "card.json").read_text())
     summed = {"secure_aggregation": {"smallest_sum": 3, "threshold": 0.6}}
     (folder / "card.json").write_text(json.dumps(card | summed))
-    with pytest.raises(CommandError, match="was trained with secure_aggregation, and the spec says nothing of it"):
+    with pytest.raises(PromptfedError, match="was trained with secure_aggregation, and the spec says nothing of it"):
         continued(folder, {})
     assert continued(folder, {"secure_aggregation": None})[0]["secure_aggregation"] is None
     spent = dict.fromkeys(("epsilon_max", "epsilon_median", "delta", "clip", "noise_multiplier"))
     private = {"level": "sample", "unit": "record", "clients": 2, "noise": "secret", "rounds_counted": 1}
     (folder / "card.json").write_text(json.dumps(card | {"privacy": spent | private | {"evaluation": "withheld"}}))
-    with pytest.raises(CommandError, match=r"privacy: \{level: none\} to train without"):
+    with pytest.raises(PromptfedError, match=r"privacy: \{level: none\} to train without"):
         continued(folder, {})
     assert continued(folder, {"privacy": {"level": "none"}})[0]["privacy"] == {"level": "none"}
 
@@ -251,14 +251,14 @@ def test_checkpoint_s_model_has_federation_s_logits(backbone: Backbone, method: 
 
 
 def test_what_cannot_be_merged_is_refused(backbone: Backbone) -> None:
-    with pytest.raises(CommandError, match="changes no weights of the towers"):
+    with pytest.raises(PromptfedError, match="changes no weights of the towers"):
         adapted(backbone, {"name": "promptfl"}, {}).merged(backbone, NAMES)
     state = moved({"name": "fedavg"}, backbone)
     right = adapted(backbone, {"name": "fedavg"}, state)
     wrong = BackboneSpec(fingerprint="sha256:" + "0" * 64)
     other = replace(right, terms=right.terms.model_copy(update={"backbone": wrong}))
-    with pytest.raises(CommandError, match="the backbone here is"):
+    with pytest.raises(PromptfedError, match="the backbone here is"):
         other.merged(backbone, NAMES)
     textless, linear = textless_backbone(), {"name": "fedavg", "head": "linear", "trainable": "biases"}
-    with pytest.raises(CommandError, match="not an open_clip model"):
+    with pytest.raises(PromptfedError, match="not an open_clip model"):
         adapted(textless, linear, moved(linear, textless), MODEL).merged(textless, NAMES)

@@ -21,13 +21,14 @@ from promptfed.export.export import ExportOptions
 from promptfed.export.model_card import accuracies as card_accuracies
 from promptfed.export.model_card import snippet
 from promptfed.export.reading import read_export
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.export_card import Accuracies, MeasuredAccuracy
 from promptfed.shared.clip import Backbone
+from promptfed.shared.errors import PromptfedError
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import name_features
 from promptfed.shared.methods.fast_pt.domains import domain_key
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread
@@ -153,7 +154,7 @@ def test_every_method_exports_what_it_has_and_nothing_wrong(
         assert ("promptfed predict" in text) == card["use"]["promptfed"]
         if method in not_at_all:
             model, _ = read_export(folder)
-            with pytest.raises(CommandError, match="/v1/predict"):
+            with pytest.raises(PromptfedError, match="/v1/predict"):
                 model.serve(backbone, NAMES)
     assert plain == {"promptfl", "fedpgp", "fedtpg", "fast_pt", "zero_shot"}
     assert with_towers == {"fedclip", "plan"}
@@ -231,19 +232,19 @@ def test_a_damaged_export_is_refused(coordinator: InThread, backbone: Backbone, 
     export(exports.finished_result(coordinator, "zero_shot"), folder, ExportOptions(), backbone)
     export(exports.finished_result(coordinator, "promptfl"), tmp_path / "other", ExportOptions(), backbone)
     (folder / "prompts.safetensors").write_bytes((tmp_path / "other" / "prompts.safetensors").read_bytes())
-    with pytest.raises(CommandError, match="not the one that card"):
+    with pytest.raises(PromptfedError, match="not the one that card"):
         read_export(folder)
     (folder / "card.json").write_text("{}")
-    with pytest.raises(CommandError, match="damaged"):
+    with pytest.raises(PromptfedError, match="damaged"):
         read_export(folder)
-    with pytest.raises(CommandError, match="not a promptfed export"):
+    with pytest.raises(PromptfedError, match="not a promptfed export"):
         read_export(tmp_path)
 
 
 def test_another_backbone_is_refused(coordinator: InThread, backbone: Backbone) -> None:
     found = exports.finished_result(coordinator, "promptfl")
     found.facts.backbone.fingerprint = "sha256:" + "0" * 64
-    with pytest.raises(CommandError, match="the backbone here is"):
+    with pytest.raises(PromptfedError, match="the backbone here is"):
         ours(found, backbone)
 
 
@@ -260,7 +261,7 @@ class Command:
 @pytest.fixture
 def command(coordinator: InThread, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Command:
     """The command, with the backbone at hand."""
-    monkeypatch.setattr("promptfed.sdk.backbone.load_backbone", lambda *names, **how: backbone)
+    monkeypatch.setattr("promptfed.shared.methods.core.spec_backbone.load_backbone", lambda *names, **how: backbone)
     return Command(coordinator)
 
 
@@ -304,10 +305,10 @@ def test_a_method_that_is_not_installed_is_told_with_its_remedy(
     assert "there is no method 'elsewhere'" in done.stderr
     assert done.stderr.endswith(f"{remedy}\n")
     found.facts.method["name"] = "elsewhere"
-    with pytest.raises(CommandError, match=f"{remedy}$"):
+    with pytest.raises(PromptfedError, match=f"{remedy}$"):
         export(found, tmp_path / "other", ExportOptions(), backbone)
     found.facts.method.update(name="promptfl", unheard="of")
-    with pytest.raises(CommandError, match=r"unheard: unknown key$"):
+    with pytest.raises(PromptfedError, match=r"unheard: unknown key$"):
         export(found, tmp_path / "other", ExportOptions(), backbone)
 
 

@@ -24,10 +24,11 @@ from promptfed.export.export import ExportOptions
 from promptfed.export.export import export as write_export
 from promptfed.export.reading import open_export, read_export
 from promptfed.export.verification import verify_export
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.operations import take
 from promptfed.shared.canonical import export_statement, parse_json, statement
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
+from promptfed.shared.errors import PromptfedError
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.support import exports
@@ -52,7 +53,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) ->
 @pytest.fixture
 def loaded(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command finds the backbone loaded."""
-    monkeypatch.setattr("promptfed.sdk.backbone.load_backbone", lambda *names, **how: backbone)
+    monkeypatch.setattr("promptfed.shared.methods.core.spec_backbone.load_backbone", lambda *names, **how: backbone)
 
 
 @pytest.fixture
@@ -263,7 +264,7 @@ def test_verify_says_what_was_computed_again_and_what_could_not_be(
     def none(*names: object, **how: object) -> Backbone:
         raise BackboneError("there is no network here")
 
-    monkeypatch.setattr("promptfed.sdk.backbone.load_backbone", none)
+    monkeypatch.setattr("promptfed.shared.methods.core.spec_backbone.load_backbone", none)
     told = verify(exported, key)
     assert told.exit_code == Exit.OK
     assert "class_weights.safetensors not computed again: there is no network here" in told.stdout
@@ -361,7 +362,7 @@ def test_a_folder_that_holds_anything_else_is_refused(exported: Path, key: str, 
     refused = verify(exported, key)
     assert refused.exit_code in (Exit.REFUSED, Exit.BAD_INPUT), refused.output
     assert refused.stderr.count("\n") == 1
-    with pytest.raises(CommandError):
+    with pytest.raises(PromptfedError):
         open_export(exported, whole=True)
 
 

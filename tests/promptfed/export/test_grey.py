@@ -21,8 +21,8 @@ from promptfed.client_service.settings import Settings
 from promptfed.client_service.training.data import check_scales
 from promptfed.coordinator.resources.clients.operations import _software
 from promptfed.export.reading import open_export
-from promptfed.sdk.client import CommandError
 from promptfed.shared.data import open_source
+from promptfed.shared.errors import PromptfedError
 from promptfed.shared.messages import EnrolRequest
 
 Numbers = np.ndarray[Any, Any]
@@ -123,7 +123,7 @@ def test_a_test_set_of_another_scale_is_refused_unless_both_uris_say_so(tmp_path
             check_scales(opened[uris[0]], {"far": opened[uris[1]]})
     check_scales(opened[own], {"far": opened[f"{other}?grey=12"]})
     check_scales(opened[f"{own}?grey=12"], {"far": opened[f"{other}?grey=10"]})
-    with pytest.raises(CommandError, match="client a: grey pictures of the test set far are read as 10 bits"):
+    with pytest.raises(PromptfedError, match="client a: grey pictures of the test set far are read as 10 bits"):
         promptfed.run("promptfl", {"a": own, "b": own}, rounds=1, tests={"far": other})
 
 

@@ -16,14 +16,16 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import promptfed
+from promptfed.cli.app import exit_code
 from promptfed.cli.main import app
 from promptfed.client_service.serving.prediction import OneImage
 from promptfed.export import onnx_graph
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.export.onnx_graph import write_onnx
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.data import open_source
+from promptfed.shared.errors import PromptfedError
 from promptfed.shared.methods import METHODS, fedotp
+from promptfed.shared.service.reasons import Exit
 from tests.support import exports
 from tests.support.adapted import NAMES, adapted
 from tests.support.equality import assert_values
@@ -67,7 +69,7 @@ def expect_same_answers(model: AdaptedModel, folder: Path) -> None:
 
 def test_steps_that_depend_on_the_image_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fedotp, "into_graph", lambda: False)  # as of a method that does not think of graphs
-    with pytest.raises(CommandError, match="takes other steps from image to image"):
+    with pytest.raises(PromptfedError, match="takes other steps from image to image"):
         write_onnx(adapted(exports.backbone(), "fedotp"), NAMES, exports.backbone(), tmp_path / "model.onnx")
 
 
@@ -75,7 +77,7 @@ def test_a_graph_that_answers_differently_is_not_written(tmp_path: Path, monkeyp
     traced = onnx_graph._traced
     other = adapted(exports.backbone(), "zero_shot").serve(exports.backbone(), NAMES)
     monkeypatch.setattr(onnx_graph, "_traced", lambda served: traced(other))
-    with pytest.raises(CommandError, match="differ from Python's by"):
+    with pytest.raises(PromptfedError, match="differ from Python's by"):
         write_onnx(adapted(exports.backbone(), "promptfl"), NAMES, exports.backbone(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
@@ -94,9 +96,9 @@ def test_logits_are_those_of_python(name: str, hyper: dict[str, Any], tmp_path: 
 
 @pytest.mark.parametrize("name", CLIENTS_OWN)
 def test_others_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match="ask a client's own service") as refused:
+    with pytest.raises(PromptfedError, match="ask a client's own service") as refused:
         write_onnx(adapted(exports.backbone(), name), NAMES, exports.backbone(), tmp_path / "model.onnx")
-    assert refused.value.exit == Exit.BAD_INPUT
+    assert exit_code(refused.value) == Exit.BAD_INPUT
     assert not list(tmp_path.iterdir())
 
 

@@ -60,7 +60,7 @@ def test_a_value_of_a_wrong_type_is_refused_by_its_name(function: Callable[..., 
     first = {"self": "self"} if "self" in parameters else {}
     needed = [each.name for each in parameters.values() if each.default is each.empty and each.kind not in OPEN]
     others = {each: VALID.get(each, "x") for each in needed if each != "self"}
-    with pytest.raises(promptfed.CommandError, match=f"{name}=<object object at .*> is not "):
+    with pytest.raises(promptfed.PromptfedError, match=f"{name}=<object object at .*> is not "):
         function(**first, **others | {name: object()})
 
 
@@ -87,7 +87,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("says", "given"), WRONG, ids=lambda value: str(value)[:30])
 def test_a_run_s_wrong_argument_is_an_error_of_our_own(says: str, given: dict[str, Any], backbone: Backbone) -> None:
     given = given | ({"backbone": backbone} if given.get("backbone") == "loaded" else {})
-    with pytest.raises(promptfed.CommandError, match=says):
+    with pytest.raises(promptfed.PromptfedError, match=says):
         promptfed.run(**{"method": "promptfl", "data": DATA, "rounds": 1} | given)
 
 
@@ -104,7 +104,7 @@ def test_wrong_calls_of_a_result_are_errors_of_our_own(result: promptfed.Result,
         lambda: promptfed.verify_export(7, None),
         lambda: promptfed.verify_export(tmp_path),
     ):
-        with pytest.raises(promptfed.CommandError):
+        with pytest.raises(promptfed.PromptfedError):
             wrong()
 
 
@@ -113,10 +113,10 @@ def test_calls_after_the_end_of_a_connection_are_told(tmp_path: Path) -> None:
         token = (tmp_path / "data" / "operator.token").read_text().strip()
         with promptfed.connect(coordinator.url, token=token) as connection:
             federation = connection.create("promptfl", "styles", rounds=1)
-            with pytest.raises(promptfed.CommandError, match="seconds='1' is not"):
+            with pytest.raises(promptfed.PromptfedError, match="seconds='1' is not"):
                 federation.wait("1")
     for late in (connection.federations, federation.status, federation.result, federation.start):
-        with pytest.raises(promptfed.CommandError, match="is closed: connect again"):
+        with pytest.raises(promptfed.PromptfedError, match="is closed: connect again"):
             late()
 
 
@@ -160,11 +160,11 @@ def test_every_keyword_of_a_run_has_its_effect(backbone: Backbone, tmp_path: Pat
 def test_the_fixtures_refuse_what_the_real_thing_refuses(
     enrolled: Enrol, tiny_federation: TinyFederation, tmp_path: Path
 ) -> None:
-    with pytest.raises(promptfed.CommandError, match="pool="):
+    with pytest.raises(promptfed.PromptfedError, match="pool="):
         tiny_federation("promptfl", pool="2")
-    with pytest.raises(promptfed.CommandError, match="is not str"):
+    with pytest.raises(promptfed.PromptfedError, match="is not str"):
         enrolled(7)
-    with pytest.raises(promptfed.CommandError, match="port"):
+    with pytest.raises(promptfed.PromptfedError, match="port"):
         LocalCoordinator(tmp_path / "data", port="none")
     with local_coordinator(str(tmp_path / "data")) as coordinator:
         assert coordinator.get("/healthz") == {"status": "ok"}

@@ -72,7 +72,7 @@ def test_accuracies_by_client_round_and_role(result: promptfed.Result) -> None:
         lambda: result.mean("client"),
         lambda: result.curve("client"),
     ):
-        with pytest.raises(promptfed.CommandError, match=r"give '.*' or '"):
+        with pytest.raises(promptfed.PromptfedError, match=r"give '.*' or '"):
             wrong()
 
 
@@ -96,9 +96,9 @@ def test_predictions_and_weights_agree(result: promptfed.Result, backbone: Backb
     assert found.probabilities == pytest.approx(dict(zip(names, expected.tolist(), strict=True)), abs=1e-5)
     assert found.class_name == names[int(expected.argmax())]
     assert set(result.predict(image, ["sun", "anchor"]).probabilities) == {"sun", "anchor"}
-    with pytest.raises(promptfed.CommandError, match="cannot be read as an image"):
+    with pytest.raises(promptfed.PromptfedError, match="cannot be read as an image"):
         result.predict(b"no image")
-    with pytest.raises(promptfed.CommandError, match=r"cannot read absent\.png: there is no such file"):
+    with pytest.raises(promptfed.PromptfedError, match=r"cannot read absent\.png: there is no such file"):
         result.predict("absent.png")
 
 
@@ -111,7 +111,7 @@ def test_a_text_is_no_list_of_class_names(result: promptfed.Result, tmp_path: Pa
         ([], "is empty"),
     ):
         for call in calls:
-            with pytest.raises(promptfed.CommandError, match=why):
+            with pytest.raises(promptfed.PromptfedError, match=why):
                 call(names)
     assert not (tmp_path / "out").exists()
 
@@ -143,20 +143,20 @@ def test_the_same_at_a_coordinator(backbone: Backbone, tmp_path: Path) -> None:
             assert len(made.enrolment_token()) > 20
             assert [one.id for one in coordinator.federations()] == [made.id]
             assert "styles: enrolling" in repr(coordinator.federation("styles"))
-            with pytest.raises(promptfed.CommandError, match="trainer"):
+            with pytest.raises(promptfed.PromptfedError, match="trainer"):
                 made.start()
             known = {"backbone_fingerprint": backbone.fingerprint, "backbone_shape": shape_of(backbone).model_dump()}
             server.enrol(made.id, "a", class_names=["sun"], **known)
             assert [one["name"] for one in made.start().clients()] == ["a"]
             assert made.result().predict(exports.picture()).class_name in ("sun", "anchor")
-            with pytest.raises(promptfed.CommandError, match=r"has not finished in 0\.1 s"):
+            with pytest.raises(promptfed.PromptfedError, match=r"has not finished in 0\.1 s"):
                 made.wait(0.1)
             made.cancel()
-            with pytest.raises(promptfed.CommandError, match="cancelled"):
+            with pytest.raises(promptfed.PromptfedError, match="cancelled"):
                 made.wait(PATIENCE)
-        with pytest.raises(promptfed.CommandError, match="operator token"):
+        with pytest.raises(promptfed.PromptfedError, match="operator token"):
             promptfed.connect(server.url)
-        with pytest.raises(promptfed.CommandError, match="give one"):
+        with pytest.raises(promptfed.PromptfedError, match="give one"):
             promptfed.connect(server.url, token="x", token_file=token)
 
 
@@ -165,7 +165,7 @@ def test_class_names_follow_from_the_data_where_the_method_needs_them() -> None:
     source = open_source("symbols:chalk?per_class=2&test_per_class=1&only=sun,moon")
     made = promptfed.run("fedtaskres", [data, source], backbone="promptfed-tiny", rounds=1)
     assert made.spec["class_names"] == list(source.class_names)
-    with pytest.raises(promptfed.CommandError, match="list the federation's class_names"):
+    with pytest.raises(promptfed.PromptfedError, match="list the federation's class_names"):
         promptfed.run("fedtaskres", [data, "symbols:neon?only=sun,cloud"], backbone="promptfed-tiny", rounds=1)
 
 
@@ -178,7 +178,7 @@ def test_what_is_wrong_is_said_in_one_line(backbone: Backbone) -> None:
         ({"data": ["digits?test_on=all"]}, "would test a trainer on its training images"),
     ):
         given = {"method": "promptfl", "data": [f"symbols:neon{SMALL}"]} | settings
-        with pytest.raises(promptfed.CommandError, match=why) as refusal:
+        with pytest.raises(promptfed.PromptfedError, match=why) as refusal:
             promptfed.run(backbone=backbone, **given)
         assert "\n" not in str(refusal.value)
 
@@ -208,10 +208,12 @@ def test_metrics_are_of_the_clients_own_answers(result: promptfed.Result) -> Non
     assert {client: row["accuracy"] for client, row in template.items()} == pytest.approx(
         {accuracy.client: accuracy.zero_shot for accuracy in result.accuracies() if accuracy.split == "test"}
     )
-    with pytest.raises(promptfed.CommandError, match="there are no answers on 'novel': there are test, test@zero-shot"):
+    with pytest.raises(
+        promptfed.PromptfedError, match="there are no answers on 'novel': there are test, test@zero-shot"
+    ):
         result.metrics("novel")
     elsewhere = replace(result, taken=replace(result.taken, outcomes=()))
-    with pytest.raises(promptfed.CommandError, match="only a federation in this process"):
+    with pytest.raises(promptfed.PromptfedError, match="only a federation in this process"):
         elsewhere.metrics()
 
 
@@ -235,7 +237,7 @@ def test_clients_declare_their_domains_in_words(tmp_path: Path, backbone: Backbo
     expected = {"plain": ("plain", "a {}, filled shape"), "worded": ("worded", "a drawing of a {}"), "unseen": None}
     assert told == expected
     assert {one.client: one.num_samples for one in result.accuracies()} == {"plain": 2, "worded": 2, "unseen": 4}
-    with pytest.raises(promptfed.CommandError, match="domains describe 'neon', which is no client"):
+    with pytest.raises(promptfed.PromptfedError, match="domains describe 'neon', which is no client"):
         promptfed.run("zero_shot", ["digits"], domains={"neon": "a neon sign of a {}"}, backbone=backbone)
 
 

@@ -19,7 +19,8 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from promptfed.runtime import containers
 from promptfed.runtime.containers import Containers, federation_in_containers, with_absolute_paths
 from promptfed.runtime.processes import MAX_RESTARTS, ProcessFailed, Site
-from promptfed.sdk.client import CommandError, Request
+from promptfed.sdk.client import Request
+from promptfed.shared.errors import PromptfedError
 
 
 @dataclass
@@ -229,7 +230,7 @@ def test_only_what_carries_the_label_is_removed(engine: FakeEngine) -> None:
 ])  # fmt: skip
 def test_a_failed_start_is_one_line_and_leaves_nothing_behind(engine: FakeEngine, refusal: str, said: str) -> None:
     engine.refuses_start = APIError("500", explanation=refusal)
-    with pytest.raises(CommandError, match=said), federation_in_containers(engine, 8080, None):
+    with pytest.raises(PromptfedError, match=said), federation_in_containers(engine, 8080, None):
         pass
     assert engine.things == []
     assert engine.removed
@@ -245,7 +246,7 @@ def test_what_an_interrupted_request_made_is_removed_too(engine: FakeEngine) -> 
 
 def test_what_cannot_be_removed_is_named(engine: FakeEngine) -> None:
     with (
-        pytest.raises(CommandError, match=r"could not remove promptfed-.*-join \(it is in use\)"),
+        pytest.raises(PromptfedError, match=r"could not remove promptfed-.*-join \(it is in use\)"),
         federation_in_containers(engine, 0, None),
     ):
         next(one for one in engine.of("volume") if one.name.endswith("-join")).stuck = True
@@ -313,20 +314,20 @@ def test_folders_of_images_are_mounted_where_they_are(engine: FakeEngine, tmp_pa
         client = engine.container("-client-eyes")
         assert mounts(client)[f"{tmp_path}/pets"] == ("bind", f"{tmp_path}/pets", True)
         assert f"--data=folder:{tmp_path}/pets?domain=cat" in client.options["command"]
-        with pytest.raises(CommandError, match=r"client ears: folder:dogs: there is no .*/dogs"):
+        with pytest.raises(PromptfedError, match=r"client ears: folder:dogs: there is no .*/dogs"):
             federation.start_client("fed-1", Site("ears", "folder:dogs"), None)
     assert with_absolute_paths(Site("a", "symbols:neon")) == (Site("a", "symbols:neon"), ())
 
 
 def test_no_image(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docker, "from_env", lambda: FakeEngine(("promptfed-coordinator",)))
-    with pytest.raises(CommandError, match="there is no image promptfed-client: run `docker compose build`"):
+    with pytest.raises(PromptfedError, match="there is no image promptfed-client: run `docker compose build`"):
         containers.open_engine()
 
 
 def test_an_engine_that_goes_away(engine: FakeEngine) -> None:
     with (
-        pytest.raises(CommandError, match="the Docker engine refuses: gone"),
+        pytest.raises(PromptfedError, match="the Docker engine refuses: gone"),
         federation_in_containers(engine, 0, None),
     ):
         raise DockerException("gone")

@@ -27,7 +27,7 @@ from promptfed.runtime.processes import (
     interrupt_on_sigterm,
 )
 from promptfed.runtime.run_file import RunFile, read_run
-from promptfed.sdk.client import CommandError
+from promptfed.shared.errors import PromptfedError
 from tests.support.waiting import PATIENCE, wait_for
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -291,7 +291,7 @@ def test_the_file_names_the_federation_where_the_spec_does_not(tmp_path: Path) -
     (LISTED, 3, "lists 2 trainers, not 3"),
 ])  # fmt: skip
 def test_a_bad_run_file_is_refused_in_one_line(tmp_path: Path, text: str, clients: int | None, complaint: str) -> None:
-    with pytest.raises(CommandError, match=complaint) as refused:
+    with pytest.raises(PromptfedError, match=complaint) as refused:
         run(tmp_path, text, clients)
     assert "\n" not in str(refused.value)
 

@@ -18,23 +18,17 @@ import pytest
 from typer.testing import CliRunner
 
 import promptfed
+from promptfed.cli.app import exit_code
 from promptfed.cli.main import app
 from promptfed.console.progress import describe_round, metrics_of, open_tracker, record, track
 from promptfed.sdk import client as sdk_client
 from promptfed.sdk import operations
-from promptfed.sdk.client import (
-    CA_VARIABLE,
-    PLAIN_VARIABLE,
-    Answer,
-    AsyncCoordinator,
-    CommandError,
-    Coordinator,
-    Exit,
-    Request,
-)
+from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, Answer, AsyncCoordinator, Coordinator, Request
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.api_schemas import BackboneView, ClientCounts, FederationPage, FederationView, Health
 from promptfed.shared.api.report_schemas import RoundReport
+from promptfed.shared.errors import PromptfedError
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread, in_thread
@@ -70,9 +64,9 @@ def test_keys_of_a_later_version_are_passed_over_and_kept_for_programs(api: Coor
 
 def test_what_is_no_answer_of_this_version_is_said_in_one_line(api: Coordinator) -> None:
     raw = api.send(operations.get_federation("eyes")).json
-    with pytest.raises(CommandError, match=r"understand .* \(spec.aggregation.rule: .*use the coordinator's version"):
+    with pytest.raises(PromptfedError, match=r"understand .* \(spec.aggregation.rule: .*use the coordinator's version"):
         _ = answer(raw | {"spec": raw["spec"] | {"aggregation": {"rule": "newest"}}}).view
-    with pytest.raises(CommandError, match="answers no JSON: is that a coordinator's address"):
+    with pytest.raises(PromptfedError, match="answers no JSON: is that a coordinator's address"):
         _ = Answer(FederationView, "http://elsewhere/", {}, b"<html>").view
 
 
@@ -136,9 +130,9 @@ def test_what_was_done_with_a_damaged_answer_is_not_done_again(
     server: InThread, api: Coordinator, trouble: Trouble
 ) -> None:
     with Proxy(server.url, lambda asked: trouble) as proxy, Coordinator(proxy.url, token_of(server)) as damaged:
-        with pytest.raises(CommandError, match=r"look before you repeat it; something on the way") as error:
+        with pytest.raises(PromptfedError, match=r"look before you repeat it; something on the way") as error:
             damaged.send(operations.mint_token("eyes", name=f"{trouble}-1"))
-        assert error.value.exit == Exit.UNREACHABLE
+        assert exit_code(error.value) == Exit.UNREACHABLE
         made = [token.name for page in api.run(operations.list_tokens("eyes")) for token in page.view.tokens]
         assert made.count(f"{trouble}-1") == 1
 
@@ -155,9 +149,9 @@ def test_damage_that_lasts_is_said(server: InThread, trouble: Trouble, monkeypat
     with Proxy(server.url, lambda asked: trouble) as proxy, Coordinator(proxy.url, token_of(server)) as damaged:
         for use in (lambda: damaged.send(request), lambda: asyncio.run(asynchronous(proxy.url))):
             before = proxy.seen[trouble]
-            with pytest.raises(CommandError, match=r"something on the way, such as a proxy .* changes what") as error:
+            with pytest.raises(PromptfedError, match=r"something on the way, such as a proxy .* changes what") as error:
                 use()
-            assert error.value.exit == Exit.UNREACHABLE
+            assert exit_code(error.value) == Exit.UNREACHABLE
             assert proxy.seen[trouble] - before > 1
 
 
@@ -180,7 +174,7 @@ def test_a_proxy_s_page_passes_once_the_coordinator_has_answered(server: InThrea
         Coordinator(proxy.url, token_of(server)) as between,
     ):
         if first:
-            with pytest.raises(CommandError, match="is that a coordinator's address"):
+            with pytest.raises(PromptfedError, match="is that a coordinator's address"):
                 between.send(operations.get_federation("eyes"))
         for _ in range(2):
             assert between.send(operations.get_federation("eyes")).view.name == "eyes"
@@ -194,14 +188,17 @@ def test_both_transports_refuse_alike(server: InThread, api: Coordinator, tmp_pa
 
     texts = []
     for call in (lambda: api.run(operations.take("nothing")), lambda: asyncio.run(asynchronous())):
-        with pytest.raises(CommandError) as refusal:
+        with pytest.raises(PromptfedError) as refusal:
             call()
-        assert refusal.value.exit == Exit.REFUSED
+        assert exit_code(refusal.value) == Exit.REFUSED
         texts.append(str(refusal.value))
     assert texts[0] == texts[1]
-    with Coordinator(server.url, "0" * 64) as stranger, pytest.raises(CommandError, match="operator token") as refusal:
+    with (
+        Coordinator(server.url, "0" * 64) as stranger,
+        pytest.raises(PromptfedError, match="operator token") as refusal,
+    ):
         stranger.send(operations.get_federation("eyes"))
-    assert refusal.value.exit == Exit.NOT_ALLOWED
+    assert exit_code(refusal.value) == Exit.NOT_ALLOWED
 
 
 def test_the_operator_s_token_goes_to_other_machines_encrypted_only(
@@ -216,7 +213,7 @@ def test_the_operator_s_token_goes_to_other_machines_encrypted_only(
         f"{A},http://b.example",
         f"http://b.example,{A}",
     ):
-        with pytest.raises(CommandError, match="would carry the operator token unencrypted"):
+        with pytest.raises(PromptfedError, match="would carry the operator token unencrypted"):
             Coordinator(url, "token")
         found = CliRunner().invoke(
             app, ["federation", "list", "--coordinator", url], env={"PROMPTFED_OPERATOR_TOKEN": "t"}
@@ -227,7 +224,7 @@ def test_the_operator_s_token_goes_to_other_machines_encrypted_only(
     monkeypatch.setenv(PLAIN_VARIABLE, "1")
     Coordinator("http://coordinator.example.org", "token").close()
     monkeypatch.setenv(CA_VARIABLE, str(tmp_path / "none.pem"))
-    with pytest.raises(CommandError, match=r"--ca-file .* cannot be used"):
+    with pytest.raises(PromptfedError, match=r"--ca-file .* cannot be used"):
         Coordinator("https://coordinator.example.org", "token")
 
 
@@ -338,10 +335,10 @@ def test_a_change_is_given_up_soon_where_its_coordinator_hangs(monkeypatch: pyte
 
     group = Group(monkeypatch, a=hanging, b=fine)
     begun = time.monotonic()
-    with pytest.raises(CommandError, match=f"{A} took the request and gives no answer") as refusal:
+    with pytest.raises(PromptfedError, match=f"{A} took the request and gives no answer") as refusal:
         group.api(f"{A},{B}").send(ACT)
     assert time.monotonic() - begun < PATIENCE / 2
-    assert refusal.value.exit is Exit.UNREACHABLE
+    assert exit_code(refusal.value) is Exit.UNREACHABLE
     assert group.asked.count(("a", "start")) == 1, "it is not sent twice"
     assert ("b", "start") not in group.asked
     hangs.set()
@@ -376,15 +373,15 @@ def test_a_takeover_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_if_nobody_answers_all_addresses_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(monkeypatch, a=silent, b=silent)
-    with pytest.raises(CommandError, match=f"cannot reach the coordinator at {A},{B}") as refusal:
+    with pytest.raises(PromptfedError, match=f"cannot reach the coordinator at {A},{B}") as refusal:
         group.api(f"{A},{B}").send(READ)
-    assert refusal.value.exit is Exit.UNREACHABLE
+    assert exit_code(refusal.value) is Exit.UNREACHABLE
 
 
 def test_one_coordinator_alone_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     away = {"type": "https://promptfed.invalid/problems/store-away", "detail": "away"}
     group = Group(monkeypatch, a=lambda request: httpx.Response(503, json=away))
-    with pytest.raises(CommandError, match="away"):
+    with pytest.raises(PromptfedError, match="away"):
         group.api(A).send(READ)
     assert group.asked == [("a", "f")]
 
@@ -493,7 +490,7 @@ def test_a_federation_is_followed(tmp_path: Path, ended: bool) -> None:
 def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module, where in (("torch.utils.tensorboard", f"tensorboard:{tmp_path}"), ("mlflow", "mlflow:sqlite://")):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(CommandError, match=r"pip install 'promptfed\["):
+        with pytest.raises(PromptfedError, match=r"pip install 'promptfed\["):
             open_tracker(where).__enter__()
 
 
@@ -531,7 +528,7 @@ def test_mlflows_database(tmp_path: Path) -> None:
     assert [(one.step, one.value) for one in history] == [(0, 0.5), (1, 0.6), (2, pytest.approx(0.7))]
     losses = client.get_metric_history(run.info.run_id, "loss/train")
     assert {one.step: one.value for one in losses} == pytest.approx({1: 0.5, 2: 1 / 3})
-    with pytest.raises(CommandError, match="MLflow"), open_tracker("mlflow:nowhere://x"):
+    with pytest.raises(PromptfedError, match="MLflow"), open_tracker("mlflow:nowhere://x"):
         pass
 
 

@@ -21,10 +21,10 @@ from promptfed.experiments.bench.entries import parse_entries
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
 from promptfed.experiments.bench.runner import Bench, Runner, read_run
 from promptfed.experiments.simulation.run_folder import run_folder
-from promptfed.sdk.client import CommandError
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import ImageDomain, Source, open_source
 from promptfed.shared.data.identity import identity_of
+from promptfed.shared.errors import PromptfedError
 from promptfed.shared.methods.core.interface import ClientContext
 from tests.support.fake_coordinator import made_up_source
 from tests.support.own_images import picture, write_folder
@@ -110,7 +110,7 @@ def test_a_run_is_gone_on_with_on_the_same_data_alone(
     CHANGES[change][0](root)
     for _ in range(2):
         with pytest.raises(
-            CommandError, match=r"the data have changed since .* began: client site: .*; give --new-data"
+            PromptfedError, match=r"the data have changed since .* began: client site: .*; give --new-data"
         ):
             start()
     start(accept=True)
@@ -141,7 +141,7 @@ def test_a_bench_runs_no_cell_as_done_that_other_data_have_made(tmp_path: Path) 
     before = run()
     assert run() == before
     swapped(root)
-    with pytest.raises(CommandError, match=r"the data have changed since .* was computed .*; give --new-data"):
+    with pytest.raises(PromptfedError, match=r"the data have changed since .* was computed .*; give --new-data"):
         run()
     after = run(accept=True)
     assert after != before
@@ -150,7 +150,9 @@ def test_a_bench_runs_no_cell_as_done_that_other_data_have_made(tmp_path: Path) 
     told = json.loads(path.read_text())
     path.write_text(json.dumps(told | {"backbone": "sha256:" + "0" * 64}))  # as --backbone-file has named another
     for accept in (False, True):
-        with pytest.raises(CommandError, match=r"was computed with another backbone .*; give the same --backbone-file"):
+        with pytest.raises(
+            PromptfedError, match=r"was computed with another backbone .*; give the same --backbone-file"
+        ):
             run(accept)
 
 

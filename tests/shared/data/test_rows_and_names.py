@@ -18,11 +18,11 @@ from promptfed.console.output import class_names
 from promptfed.coordinator.domain.federation import differing
 from promptfed.coordinator.problems import UnknownClass
 from promptfed.coordinator.resources.clients.operations import _check_class_names
-from promptfed.sdk.client import CommandError
 from promptfed.shared.api.export_card import Card
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data import folder as folders
 from promptfed.shared.data.registry import SharedSources, class_names_of, tell_look_alikes
+from promptfed.shared.errors import PromptfedError
 from promptfed.shared.messages import EnrolRequest
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import MethodError
@@ -187,7 +187,7 @@ def test_columns_that_would_become_one_class_are_refused_by_name(tmp_path: Path)
     assert class_names_of(f"{uri}?columns=hot_dog,cat") == ("hot dog", "cat")
     assert "columns='hot_dog,,cat' has an empty name" in refused(f"{uri}?columns=hot_dog,,cat")
     assert "groups='cat,,' has an empty name" in refused(f"{uri}?groups=cat,,")
-    with pytest.raises(CommandError, match="--classes 'a,,b' has an empty name"):
+    with pytest.raises(PromptfedError, match="--classes 'a,,b' has an empty name"):
         class_names("a,,b")
 
 
@@ -244,7 +244,7 @@ def at_the_coordinator(own: tuple[str, ...] = (DECOMPOSED, "dog"), known: tuple[
 
 
 def at_a_score(own: tuple[str, ...] = (DECOMPOSED, "dog"), known: tuple[str, ...] = (COMPOSED, "dog")) -> str:
-    with pytest.raises(CommandError) as error:
+    with pytest.raises(PromptfedError) as error:
         _expect_known(own, known, "folder:d")
     return str(error.value)
 
@@ -326,5 +326,5 @@ def test_no_source_or_command_takes_a_class_that_controls_a_display(tmp_path: Pa
         assert "would control a display" in refused(
             write(tmp_path, f"path,label\n{SOUND}".replace(",b\n", f",a{odd}b\n"))
         )
-    with pytest.raises(CommandError, match="would control a display"):
+    with pytest.raises(PromptfedError, match="would control a display"):
         class_names(f"dog,cat{odd}d")

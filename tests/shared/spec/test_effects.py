@@ -10,10 +10,11 @@ import pytest
 from promptfed.console.output import remarks
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
-from promptfed.sdk.backbone import open_backbone, resolve
-from promptfed.sdk.client import CommandError
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.errors import PromptfedError
+from promptfed.shared.methods import resolve_spec
+from promptfed.shared.methods.core.spec_backbone import open_backbone
 from promptfed.shared.spec.spec import FederationSpec, merged
 from tests.support.effects import another, leaves_of, nested
 
@@ -87,12 +88,14 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any
 
     def run(raw: dict[str, Any]) -> Observed:
         try:
-            spec = resolve(merged(PLAIN | {"class_names": names}, raw) | {"method": raw.get("method", PLAIN["method"])})
+            spec = resolve_spec(
+                merged(PLAIN | {"class_names": names}, raw) | {"method": raw.get("method", PLAIN["method"])}
+            )
             key = spec.backbone.model_dump_json(include={"model", "pretrained", "precision"})
             if key not in backbones:
                 backbones[key] = open_backbone(spec.backbone, allow_backbone=False)
             result = simulate(spec, SITES, backbone=backbones[key], features=features, sources=sources)
-        except CommandError as error:
+        except PromptfedError as error:
             return ("refused", str(error))
         answers = [(one.client, one.split, one.confidence, one.predicted) for one in result.outcomes]
         return result.state_hash, _timeless(result.reports), answers, remarks(result), repr(result.facts.privacy)
@@ -134,7 +137,7 @@ def value_at(told: Any, path: str) -> Any:
 def test_all_fields_are_known() -> None:
     """A new field is tried with another value, or stands here with a reason."""
     assert not set(UNSEEN) - set(leaves_of(FederationSpec))
-    assert len(fields(resolve(PLAIN).model_dump())) > 50
+    assert len(fields(resolve_spec(PLAIN).model_dump())) > 50
 
 
 @pytest.mark.extended
@@ -142,7 +145,7 @@ def test_all_fields_are_known() -> None:
 def test_each_field_changes_the_result_or_is_refused(name: str, observe: Callable[[dict[str, Any]], Observed]) -> None:
     base = BASES[name]
     wanted, idle = observe(base), []
-    resolved = resolve(
+    resolved = resolve_spec(
         merged(PLAIN | {"class_names": ["a", "b"]}, base) | {"method": base.get("method", PLAIN["method"])}
     )
     assert wanted[0] != "refused", wanted

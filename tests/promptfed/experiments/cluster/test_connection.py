@@ -17,13 +17,15 @@ import pytest
 import typer
 import yaml
 
+from promptfed.cli.app import exit_code
 from promptfed.cli.main import app
 from promptfed.experiments.cluster.connection import Node, connected, expect_room, import_ray
 from promptfed.experiments.cluster.run import expect_same
 from promptfed.runtime.run_file import read_run
-from promptfed.sdk.backbone import resolve
-from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared import get_extra
+from promptfed.shared.errors import PromptfedError
+from promptfed.shared.methods import resolve_spec
+from promptfed.shared.service.reasons import Exit
 from tests import ROOT
 
 NODES = [Node("192.0.2.1", 4.0, 1.0), Node("192.0.2.2", 2.0, 0.0)]
@@ -42,14 +44,14 @@ def test_what_fits_is_let_in(count: int, cpus: float, gpus: float) -> None:
     (1, 1, 2, "no room for 1 crew of 1 CPU and 2 GPUs: it holds 0"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_named_with_what_there_is(count: int, cpus: float, gpus: float, said: str) -> None:
-    with pytest.raises(CommandError, match=said) as refused:
+    with pytest.raises(PromptfedError, match=said) as refused:
         expect_room(NODES, count, cpus, gpus)
-    assert refused.value.exit == Exit.BAD_INPUT
+    assert exit_code(refused.value) == Exit.BAD_INPUT
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(CommandError, match=rf"ray is not installed: {re.escape(get_extra('ray'))}"):
+    with pytest.raises(PromptfedError, match=rf"ray is not installed: {re.escape(get_extra('ray'))}"):
         import_ray()
 
 
@@ -62,15 +64,15 @@ def test_an_address_that_leads_nowhere(address: str, said: str, exit: Exit) -> N
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens there
         port = closed.getsockname()[1]
-        with pytest.raises(CommandError, match=said) as refused, connected(address.format(port=port)):
+        with pytest.raises(PromptfedError, match=said) as refused, connected(address.format(port=port)):
             pass
-    assert refused.value.exit == exit
+    assert exit_code(refused.value) == exit
 
 
 def test_versions_must_be_the_same() -> None:
     ours = {"promptfed": "1.0", "torch": "2.9"}
     expect_same(dict(ours), ours)
-    with pytest.raises(CommandError, match=r"torch 2\.8 instead of 2\.9: install the same on all"):
+    with pytest.raises(PromptfedError, match=r"torch 2\.8 instead of 2\.9: install the same on all"):
         expect_same({"promptfed": "1.0", "torch": "2.8"}, ours)
 
 
@@ -116,7 +118,7 @@ def rayjob() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_the_run_file_can_be_run() -> None:
     run = read_run(RECIPES / "run.yaml")
-    spec = resolve(run.spec)
+    spec = resolve_spec(run.spec)
     assert sum(site.role == "trainer" for site in run.sites) >= spec.participation.min_clients
 
 

@@ -23,8 +23,9 @@ from promptfed.experiments.simulation.run_folder import RunFolder
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.sdk import operations
-from promptfed.sdk.client import CommandError, Coordinator
+from promptfed.sdk.client import Coordinator
 from promptfed.sdk.result import FederationResult
+from promptfed.shared.errors import PromptfedError
 from promptfed.shared.metrics import Outcomes
 from tests.support.coordinators import InThread, in_thread
 from tests.support.waiting import PATIENCE
@@ -55,7 +56,7 @@ class Threads:
     kept: list[Outcomes] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
     _threads: list[threading.Thread] = field(default_factory=list)
-    _failed: list[CommandError] = field(default_factory=list)
+    _failed: list[PromptfedError] = field(default_factory=list)
 
     def begin(self, assignments: Sequence[Assignment]) -> None:
         self.assignments = list(assignments)
@@ -66,7 +67,7 @@ class Threads:
     def _work(self, assignment: Assignment) -> None:
         try:
             self.kept += work(assignment)
-        except CommandError as error:
+        except PromptfedError as error:
             self._failed.append(error)
 
     def check(self) -> None:
@@ -126,7 +127,7 @@ def test_two_crews_come_to_the_state_of_a_simulation_in_one_process(tmp_path: Pa
 def test_client_whose_data_cannot_be_opened_ends_run_with_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew, "PATIENCE_SECONDS", 0.5)  # of the other crew, which no Ray takes away
     sites = [*SITES[:2], Site("broken", f"folder:{tmp_path / 'nowhere'}")]
-    with pytest.raises(CommandError, match=r"client broken: .*nowhere"):
+    with pytest.raises(PromptfedError, match=r"client broken: .*nowhere"):
         conducted(tmp_path, sites, 2)
 
 
@@ -177,7 +178,7 @@ def test_another_machines_crews_talk_tls_to_a_coordinator_that_they_know(tmp_pat
 
 def test_a_secret_is_in_no_text_of_an_assignment(tmp_path: Path) -> None:
     threads = Threads()
-    with pytest.raises(CommandError):
+    with pytest.raises(PromptfedError):
         conducted(tmp_path, [Site("broken", f"folder:{tmp_path / 'nowhere'}"), *SITES[:2]], 1, threads)
     [one] = threads.assignments
     assert KEY not in repr(one)

@@ -19,7 +19,7 @@ import yaml
 
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.run_file import read_run
-from promptfed.sdk.client import Exit
+from promptfed.shared.service.reasons import Exit
 from tests.support.ray_kills import KILLED, Kills, Nodes, below, killed, ray_nodes
 from tests.support.waiting import PATIENCE, wait_for
 
