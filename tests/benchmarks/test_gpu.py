@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from functools import partial
@@ -16,7 +15,6 @@ import torch
 
 from benchmarks import coordinator_load, gpu, step
 from benchmarks import step as benchmark
-from benchmarks.flower import beside
 from benchmarks.gpu import with_words
 from benchmarks.step import MOST_DEVIATION, RATE_OF_COMPARISON, Step, Task, make_task, measure
 from promptfed.experiments.simulation.preparation import prepare
@@ -69,33 +67,9 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], m
     assert "there is no CUDA device here" in capsys.readouterr().err
 
 
-def test_all_parts_end_within_ten_minutes() -> None:
-    runs = [budget + gpu.STARTING for name, budget in gpu.BUDGETS.items() for _ in range(gpu.BACKBONES.get(name, 1))]
-    assert sum(runs) <= 600
-    assert gpu.BUDGETS["methods"] / 2 > gpu.REFERENCES
-    assert set(gpu.BUDGETS) == set(gpu.PARTS)
-
-
 def test_the_page_is_made_of_the_numbers() -> None:
     text = gpu.PAGE.read_text()
     assert gpu.page(gpu.read(gpu.NUMBERS), text) == text, "python -m benchmarks.gpu --page"
-
-
-def test_the_page_shows_a_method_beside_its_run_on_the_cpu() -> None:
-    methods = {
-        "ViT-B-16 plan": {"task_seconds": 0.0123456, "peak_mib": 900},
-        "ViT-B-16 plan cpu": {"task_seconds": 4.5, "distance": 3e-6},
-        "ViT-L-14 plan": {"failed": "OutOfMemoryError: full"},
-    }
-    parts = {"methods": methods, "twice": {"ViT-B-16 plan": {"state_hashes": ["sha256:" + "a" * 64], "same": True}}}
-    numbers = {"about": {"device": "X", "torch": "2"}, "smoke": False, "seconds": 9.0, "parts": parts}
-    shown = gpu.page(numbers, f"# Title\n{gpu.BEGIN}old\n{gpu.END}## After\n")
-    assert shown.startswith(f"# Title\n{gpu.BEGIN}Device: X")
-    assert shown.endswith(f"\n{gpu.END}## After\n")
-    assert "old" not in shown
-    assert "| ViT-B-16 plan | 0.0123 | 900 | 4.5 | 3e-06 |  |" in shown
-    assert "| ViT-L-14 plan |  |  |  |  | OutOfMemoryError: full |" in shown
-    assert "| ViT-B-16 plan | True | sha256:aaaaaaaaaaaa... |" in shown
 
 
 @pytest.mark.parametrize("model", ["promptfed-tiny", "small-siglip"])
@@ -108,13 +82,6 @@ def test_each_method_has_a_federation_that_fits(model: str, tmp_path: Path) -> N
         domains = {open_source(site.data).domain.description for site in sites}
         assert len(domains) == 2
         prepare(spec, sites, 1, backbone, False)
-
-
-@pytest.mark.parametrize("method", ["promptfl", "plan"])
-def test_a_plain_loop_runs_beside_ours(method: str) -> None:
-    found = gpu.beside({"fp32": load_backbone("promptfed-tiny", "embedded")}, method, 3, (1, 1))
-    assert set(found) == {"ours, s", "plain, s", "ratio"}
-    assert found["ratio"] == pytest.approx(found["ours, s"] / found["plain, s"], rel=0.05)
 
 
 @pytest.mark.slow
@@ -166,30 +133,6 @@ def test_what_moves_otherwise_ends_the_run() -> None:
     other = Step(0.0, {"context": moved + 1e-3 * (moved - start).abs().max()})
     with pytest.raises(SystemExit, match="The variants differ"):
         benchmark.largest_deviation(other, step, task.payload)
-
-
-def test_the_command_prints_a_table_and_writes_all_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--models", "promptfed-tiny", "--classes", "3", "--batch", "4", "--repeats", "1", "--steps", "1"]
-    monkeypatch.setattr(sys, "argv", ["step", *options, "--json", str(tmp_path / "step.json")])
-    benchmark.main()
-    assert "| promptfed-tiny | 3 |" in capsys.readouterr().out
-    report = json.loads((tmp_path / "step.json").read_text())
-    [result] = report["results"]
-    assert set(result["seconds"]) == {"plain", "cached", "short", "ours"}
-    assert report["provenance"]["threads"] == 1
-
-
-def test_operations_of_the_default_models_are_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(step, "METHODS", ("promptfl",))
-    monkeypatch.setattr(sys, "argv", ["step", "--operations", "--classes", "2", "--batch", "2"])
-    step.main()
-    counted = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [case["model"] for case in counted] == ["ViT-B-16", "promptfed-tiny"]
-    assert all(100 < case["operations"]["gpu"] < case["operations"]["plain"] for case in counted)
 
 
 @pytest.fixture(scope="module")
@@ -274,14 +217,3 @@ def test_a_case_of_ours_has_every_figure() -> None:
     assert figures["updates"] == 200
     assert figures.keys() == case("sqlite", 10, 1.0).keys() - {"database"}
     assert all(figures[name] > 0 for name in figures.keys() - {"too_many_uploads"})
-
-
-@pytest.mark.slow
-def test_a_case_of_flower_s_has_every_figure() -> None:
-    python = os.environ.get("PROMPTFED_FLOWER_PYTHON")
-    if python is None:
-        pytest.skip("Flower's server: PROMPTFED_FLOWER_PYTHON=a Python with flwr make test-all; flwr has its own")
-    for name in beside.CLIENTS:
-        figures = beside.measure(python, name, 32, 10)
-        assert figures["updates"] == 200
-        assert figures.keys() == flower(10, 1.0).keys() - {"database"}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -12,8 +16,9 @@ from promptfed.shared.clip import FeatureCache, load_backbone
 from tests import ROOT
 from tests.support.authority import Authority
 from tests.support.coordinators import InThread, in_thread
+from tests.support.ports import free_port
 from tests.support.real_clients import RealFederations, without_id
-from tests.support.real_proxies import free_port, nginx
+from tests.support.waiting import PATIENCE, wait_for
 
 pytestmark = pytest.mark.extended
 
@@ -22,6 +27,32 @@ pytestmark = pytest.mark.extended
 def coordinator(tmp_path: Path) -> Iterator[InThread]:
     with in_thread(tmp_path / "data", forwarded_allow_ips="127.0.0.1") as server:
         yield server
+
+
+@contextmanager
+def nginx(folder: Path, configuration: str, port: int) -> Iterator[None]:
+    """Debian's nginx with the ``configuration`` of a server, which listens on ``port``."""
+    program = shutil.which("nginx") or "/usr/sbin/nginx"
+    if not Path(program).exists():
+        pytest.skip("nginx: apt-get install nginx")
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    inside = f"access_log {folder}/access.log;" + "".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
+    log = f"daemon off; master_process off; pid {folder}/nginx.pid; error_log {folder}/error.log;"
+    (folder / "nginx.conf").write_text(f"{log} events {{}}\nhttp {{ {inside}\n{configuration}\n}}")
+    running = subprocess.Popen([program, "-p", str(folder), "-c", str(folder / "nginx.conf")])
+
+    def answers() -> bool:
+        assert running.poll() is None
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return True
+        return False
+
+    try:
+        wait_for("nginx", answers)
+        yield
+    finally:
+        running.terminate()
+        running.wait(PATIENCE)
 
 
 def test_a_federation_behind_nginx(coordinator: InThread, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Crash equivalence at length: every kind of method on both databases, hundreds of kills -9."""
+"""Crash equivalence: every kind of method on both databases, hundreds of kills -9; one kind in the second tier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.two_phase import TwoPhase
 RANDOM_KILLS = 10
 MOST_RUNS = 10
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +69,15 @@ def killed(
     return found, deaths
 
 
+@pytest.mark.parametrize("files", [False, True], ids=["rows", "files"])
+def test_killed_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(tmp_path: Path, files: bool) -> None:
+    case, faults = CASES["two_phase"], at_every_point(0, files=files)
+    found, deaths = killed(case, tmp_path / "killed", [], faults, 0, seed=0, files=files)
+    assert found == undisturbed(case, tmp_path / "undisturbed")
+    assert deaths > 10
+
+
+@pytest.mark.slow
 @pytest.mark.both_databases
 @pytest.mark.parametrize("name", CASES)
 def test_killed_anywhere_it_ends_where_an_undisturbed_run_ends(

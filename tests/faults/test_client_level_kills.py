@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
-from promptfed.coordinator.engine import registry as registries
 from promptfed.coordinator.store.tables import PhaseRow
-from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.testing.clients import ScriptedClient, spec
 from tests.support.coordinators import ForkedCoordinator, in_thread
-from tests.support.kill_campaign import KilledApi, at_every_point
+from tests.support.kill_campaign import KilledApi
 from tests.support.waiting import wait_for
 
-SEEDED = partial(SeededNoise, 7)
 NAMES = ("a", "b", "c", "d")
 CLOSING = ("phase-closed", "aggregate-computed", "state-before-commit", "state-committed", "update-entered")
 ROUNDS = 5
@@ -50,25 +46,6 @@ def run(api: Any) -> dict[str, Any]:
         "counted": counted,
         "epsilon": api.get(federation)["privacy"]["epsilon"],
     }
-
-
-@pytest.mark.slow
-def test_killed_at_every_named_instant_it_ends_with_the_bits_of_a_quiet_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registries, "SecretNoise", SEEDED)
-    with in_thread(tmp_path / "quiet") as coordinator:
-        expected = run(coordinator)
-    constants: dict[str, Any] = {"promptfed.coordinator.engine.registry.SecretNoise": SEEDED}
-    faults = at_every_point(0, files=False)
-    process = ForkedCoordinator(tmp_path / "killed", fault=faults.pop(0), constants=constants)
-    api = KilledApi(process, faults)
-    try:
-        found = run(api)
-        assert api.deaths >= len(CLOSING)
-    finally:
-        process.kill()
-    assert {**found, "id": ""} == {**expected, "id": ""}
 
 
 @pytest.mark.slow

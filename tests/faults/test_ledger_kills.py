@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import random
 import signal
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from promptfed.shared.spec.spec import TrainingSpec
 from tests.client_service.conftest import backbone as backbone
 from tests.support.client_processes import ClientProcess, served
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator
-from tests.support.waiting import PATIENCE, wait_for
+from tests.support.waiting import PATIENCE
 
 #: The points of one task, in the order in which a protected task reaches them.
 POINTS = ("task-affordable", "pending-written", "spend-locked", "spend-half-written", "spend-written", "update-sent")
@@ -72,29 +70,6 @@ def test_at_every_point(place: str, tmp_path: Path, backbone: Backbone, monkeypa
             assert process.wait(PATIENCE) == -signal.SIGKILL, process.text()
             monkeypatch.delenv(VARIABLE)
             process.start()
-            assert process.wait(PATIENCE) == Exit.OK, process.text()
-        finally:
-            process.stop()
-    assert_spends_are_the_releases(tmp_path, coordinator)
-
-
-def test_at_random_moments(tmp_path: Path, backbone: Backbone) -> None:
-    coordinator, moments = coordinator_of(backbone), random.Random(5)
-    with served(coordinator.app) as url:
-        process = client(tmp_path, url)
-        try:
-            for _ in range(RANDOM_KILLS):
-                before = len(coordinator.calls)
-                wanted = before + moments.randint(1, 6)
-                wait_for(
-                    "the next call",
-                    lambda wanted=wanted: len(coordinator.calls) >= wanted or process.process.poll() is not None,
-                )
-                if process.process.poll() is not None:
-                    break
-                os.kill(process.process.pid, signal.SIGKILL)
-                process.process.wait(30)
-                process.start()
             assert process.wait(PATIENCE) == Exit.OK, process.text()
         finally:
             process.stop()

@@ -27,7 +27,6 @@ from tests.support.authority import Authority
 from tests.support.coordinators import InThread
 from tests.support.loopback_server import LoopbackServer
 from tests.support.real_clients import RealFederations, without_id
-from tests.support.real_proxies import mitmproxy, squid
 
 SEGMENT = 1460  # bytes of a TCP segment on Ethernet
 
@@ -146,36 +145,6 @@ def test_through_a_proxy_with_basic_authentication(
 ) -> None:
     same(named(coordinator), ca_file=authority.file, proxy=with_login(proxy))
     assert proxy.tunnels >= 2, "each client has a tunnel of its own"
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("by", ["option", "HTTPS_PROXY", "ALL_PROXY"])
-def test_through_squid_with_basic_authentication(
-    by: str, coordinator: InThread, authority: Authority, same: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with squid(HOST) as (url, log):
-        through = url.replace("://", f"://{LOGIN}@")
-        if by != "option":
-            monkeypatch.setenv(by, through)
-        same(named(coordinator), ca_file=authority.file, **({"proxy": through} if by == "option" else {}))
-        logged = log.read_text()
-    assert f"CONNECT {HOST}" in logged
-    assert " ward " in logged, "squid knows who it was"
-
-
-@pytest.mark.extended
-def test_through_mitmproxy_that_inspects_tls(
-    coordinator: InThread,
-    authority: Authority,
-    same: Callable[..., None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with mitmproxy(tmp_path, authority) as (url, inspector):
-        same(coordinator.url, ca_file=inspector, proxy=url)
-        # The authority may be among those of the system, where an administrator puts it.
-        monkeypatch.setenv("SSL_CERT_FILE", str(inspector))
-        same(coordinator.url, proxy=url)
 
 
 # Proxies: where they are named, what they refuse, and polls that they cut.

@@ -169,11 +169,3 @@ def attack(name: str, place: Place, examples: int) -> None:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_nothing_breaks_whatever_is_sent(place: Place, name: str) -> None:
     attack(name, place, FEW)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_nothing_breaks_for_long(place: Place, name: str) -> None:
-    attack(name, place, MANY)
-    print(name, dict(place.seen))

@@ -594,9 +594,6 @@ def test_a_refusal_goes_when_its_cause_is_gone(coordinator: InThread, visited: V
 HTML = "<img src=x onerror=alert(1)>"
 
 
-LONG = "a-site-with-a-name-as-long-as-names-of-sites-may-be-in-promptfed"
-
-
 def enrolled(coordinator: InThread, *names: str, name: str = "styles") -> tuple[str, list[ScriptedClient]]:
     """A federation with these trainers and an evaluator of an unseen domain."""
     # No deadline passes while a busy machine is slow.
@@ -706,22 +703,6 @@ def test_names_are_text_whoever_chose_them(coordinator: InThread, visited: Visit
     page.unroute_all(behavior="ignoreErrors")  # the page asks every few seconds, also while it is closed
 
 
-@pytest.mark.parametrize("width", [360, pytest.param(1440, marks=pytest.mark.slow)])
-def test_nothing_scrolls_sideways_and_the_dark_is_dark(browser: Browser, coordinator: InThread, width: int) -> None:
-    federation, clients = enrolled(coordinator, LONG, "b", name=LONG)
-    coordinator.post(f"{federation}/start")
-    drive(clients)
-    made = visit(browser, coordinator, viewport={"width": width, "height": 800}, color_scheme="dark")
-    made.open()
-    made.sign_in()
-    expect(made.page.get_by_role("region", name="Accuracy after round 2").get_by_role("row")).not_to_have_count(0)
-    assert made.page.evaluate("document.documentElement.scrollWidth") == width
-    red, green, blue = made.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
-    assert max(red, green, blue) < 40
-    assert (made.wrong, made.violations()) == ([], [])
-    made.page.context.close()
-
-
 def test_reloading_keeps_the_token_for_the_tab_and_signing_out_forgets_it(
     coordinator: InThread, visited: Visit
 ) -> None:
@@ -773,27 +754,6 @@ def test_what_does_not_answer_is_not_called_live(coordinator: InThread, visited:
     assert set(page.evaluate("window.said")) == {"reconnecting…"}
     page.unroute("**/events?*")
     expect(page.locator("#link")).to_have_text("live")
-
-
-@pytest.mark.slow
-def test_a_coordinator_that_comes_back_is_followed_again(browser: Browser, tmp_path: Path) -> None:
-    first = InThread(tmp_path / "data")
-    federation, _ = enrolled(first, "a", "b")
-    made = visit(browser, first)
-    made.open()
-    made.sign_in()
-    expect(made.page.locator("#link")).to_have_text("live")
-    first.stop()
-    expect(made.page.locator("#link")).to_have_text("reconnecting…")
-    again = InThread(tmp_path / "data", port=int(first.url.rsplit(":", 1)[1]))
-    try:
-        expect(made.page.locator("#link")).to_have_text("live")
-        again.post(f"{federation}/start")
-        expect(made.page.locator(".status .badge")).to_have_text("running")
-        assert made.wrong == []
-    finally:
-        made.page.context.close()
-        again.stop()
 
 
 def test_the_policy_forbids_markup_made_of_text_and_tests_would_see_it(browser: Browser, coordinator: InThread) -> None:
@@ -905,23 +865,3 @@ def test_of_a_protected_federation_privacy_panel_tells_what_was_spent(coordinato
     expect(rows.first).to_contain_text("3.14")  # as the coordinator computes it
     expect(rows.first).to_contain_text("3.5")  # what the ledger holds
     expect(rows.first).to_contain_text("seeded: no guarantee")
-
-
-@pytest.mark.slow
-def test_where_whole_clients_are_protected_the_panel_tells_the_federations_epsilon(
-    coordinator: InThread, visited: Visit
-) -> None:
-    privacy = {"level": "client", "clip": 1.5, "noise_multiplier": 1.0, "accept_noise": True}
-    federation = coordinator.create(name="whole", rounds=1, privacy=privacy, aggregation={"weighting": "uniform"})
-    clients = coordinator.enrol(federation, "a", "b")
-    coordinator.post(f"{federation}/start")
-    drive(clients)
-    told = coordinator.get(federation)["privacy"]
-    assert told["epsilon"] > 0
-    visited.open()
-    visited.sign_in()
-    tab(visited.page, "Privacy")
-    panel = visited.page.get_by_role("region", name="Privacy", exact=True)
-    expect(panel).to_contain_text("Whole clients are protected by noise in the mean")
-    expect(panel).to_contain_text(f"So far ε = {told['epsilon']:.2f} of {told['epsilon_planned']:.2f} planned")
-    expect(panel).to_contain_text(f"r = {told['ratio']:.2f} times")

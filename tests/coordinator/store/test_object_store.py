@@ -71,6 +71,7 @@ def digest_and_body(client: ScriptedClient) -> tuple[str, bytes]:
     return "sha256:" + hashlib.sha256(body).hexdigest(), body
 
 
+@pytest.mark.door
 @pytest.mark.both_databases
 def test_a_run_with_objects_is_the_run_with_files(
     served: InThread, object_store: str, tmp_path: Path, database: dict[str, Any]

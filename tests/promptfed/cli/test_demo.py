@@ -97,17 +97,6 @@ def test_symbols_survive_kills_on_the_way(tmp_path: Path) -> None:
     assert not any(process.is_running() for process in found.values())
 
 
-@pytest.mark.slow
-def test_emoji_of_three_designers_come_to_a_result(tmp_path: Path) -> None:
-    demo = start("--data", "emoji", "--rounds", "2", "--json", "--keep", str(tmp_path / "demo"))
-    try:
-        out, errors = demo.communicate(timeout=PATIENCE)
-    finally:
-        demo.kill()
-    assert demo.returncode == Exit.OK, errors
-    check_result(json.loads(out.splitlines()[-1]), "emoji", "promptfl", 2)
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_stops_everything(sent: int, tmp_path: Path) -> None:
@@ -144,24 +133,6 @@ def test_the_last_line_names_two_others_that_are_not_run(monkeypatch: pytest.Mon
 
 def all_started(found: dict[str, psutil.Process]) -> dict[str, psutil.Process] | None:
     return found if len(found) == 5 else None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["zero_shot", "coop"])
-def test_digits_with_methods_that_send_nothing(method: str) -> None:
-    done = subprocess.run(
-        [*DEMO, "--data", "digits", "--method", method, "--rounds", "1", "--json"], capture_output=True, text=True,
-        timeout=PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == Exit.OK, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    check_result(result, "digits", method, 1)
-    assert "unseen:inverted" in result["federated"]
-    if method == "zero_shot":
-        assert result["federated"] == result["zero_shot"]
-        assert result["bytes_up"] == 0
-    else:
-        assert result["bytes_up"] < 3000, "a context left its client"
 
 
 def test_the_unseen_domain_is_left_out_where_nobody_has_a_classifier_for_it() -> None:

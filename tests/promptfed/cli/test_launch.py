@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
@@ -195,35 +193,6 @@ def test_a_federation_of_processes(spec: Path, tmp_path: Path) -> None:
     assert set(result["federated"]) == {"client:a", "client:b", "unseen:sketch"} == set(result["zero_shot"])
     assert result["state_hash"].startswith("sha256:")
     assert {"coordinator.log", "client-a.log", "client-b.log", "client-referee.log"} <= set(os.listdir(folder))
-
-
-@pytest.mark.slow
-def test_data_that_is_not_there_ends_it_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(SPEC.replace("symbols:quickdraw", "symbols:slowdraw"))
-    before = set(psutil.Process().children(recursive=True))  # other tests' servers run on in this process
-    launched = start(str(path))
-    _, errors = launched.communicate(timeout=PATIENCE)
-    assert launched.returncode == Exit.FAILED
-    assert "client-b ended with 3" in errors.splitlines()[-1]
-    assert "slowdraw" in errors.splitlines()[-1]
-    assert set(psutil.Process().children(recursive=True)) <= before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_stops_everything(spec: Path, sent: int) -> None:
-    launched = start(str(spec))
-    assert launched.stderr is not None
-    for line in launched.stderr:
-        if "have enrolled" in line:
-            break
-    services = psutil.Process(launched.pid).children(recursive=True)
-    assert len(services) == 5, "a coordinator, three clients and the process that forked them"
-    launched.send_signal(sent)
-    launched.communicate(timeout=PATIENCE)
-    assert launched.returncode == Exit.INTERRUPTED
-    assert not any(one.is_running() for one in services)
 
 
 # `promptfed data`: the list of sources, and sheets of their images.

@@ -21,7 +21,6 @@ from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.preparation import open_site
 from promptfed.experiments.simulation.processes import Inherited, Processes, computing_processes, images_of, usual_pool
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.export.model_card import _privacy
 from promptfed.runtime.processes import Site
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
 from promptfed.shared.clip.embedded import tiny
@@ -225,25 +224,3 @@ def test_no_loss_and_no_accuracy_of_a_protected_client_leaves_it_unless_somebody
     told = [client for stage in stages for client in stage.clients.values()]
     assert len(told) == 6
     assert all((one.splits, one.zero_shot, one.metrics, one.withheld) == ({}, {}, {}, True) for one in told)
-
-
-@pytest.mark.slow
-def test_a_simulation_repeats_and_says_that_its_noise_guarantees_nothing(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    backbone, features = load_backbone(tiny.MODEL, tiny.PRETRAINED), FeatureCache(tmp_path)
-    one, two = (simulate(PRIVATE, SITES, backbone=backbone, features=features) for _ in range(2))
-    assert one.state_hash == two.state_hash
-    other = simulate(PRIVATE | {"seed": 1}, SITES, backbone=backbone, features=features)
-    assert other.state_hash != one.state_hash
-    found = one.facts.privacy
-    assert found is not None
-    assert (found.level, found.unit, found.noise, found.clients) == ("client", "client", "seeded", 3)
-    assert found.epsilon_max == one.federation.privacy.epsilon_planned
-    assert found.rounds_counted == 2
-    assert one.final(), "spec and owner both say plain"
-    told = _privacy(found)
-    assert "at the level of one whole client of 3" in told
-    assert f"ε is {found.epsilon_max:.3g} at δ = 0.01" in told
-    assert "this is no guarantee to anybody" in told
-    asked = [set(report["phases"][0]["asked"]) for report in one.reports[1:]]
-    assert all(names <= {site.name for site in SITES} for names in asked)

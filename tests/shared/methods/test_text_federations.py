@@ -375,12 +375,6 @@ def run_of_method_package(command: list[str], run_file: Path, installed: Path) -
 
 
 @pytest.mark.slow
-def test_it_runs_in_one_process(installed: Path, run_file: Path) -> None:
-    result = run_of_method_package(["simulate"], run_file, installed)
-    assert (result["method"], result["rounds"]) == ("task_residual", 2)
-
-
-@pytest.mark.slow
 def test_one_process_and_many_come_to_one_state(installed: Path, run_file: Path) -> None:
     simulated, launched = (
         run_of_method_package(way, run_file, installed) for way in (["simulate"], ["launch", "--gpus", "none"])

@@ -17,14 +17,16 @@ import pytest
 import torch
 import yaml
 
+from promptfed.experiments.cluster import connection
+from promptfed.experiments.cluster.connection import import_ray
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.run_file import read_run
 from promptfed.shared.service.reasons import Exit
-from tests.support.ray_kills import KILLED, Kills, Nodes, below, killed, ray_nodes
 from tests.support.waiting import PATIENCE, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.timeout(3600)
 
+NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 RUN: dict[str, Any] = {
     "name": "small",
     "method": {"name": "fedpgp"},  # has private state
@@ -48,9 +50,18 @@ def _ray_is_installed() -> None:
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    with ray_nodes(2) as made:
+def cluster() -> Iterator[Any]:
+    """A head without a place for crews, and two nodes beside it."""
+    from ray.cluster_utils import Cluster
+
+    head = {**NODE, "num_cpus": 0, "include_dashboard": False}
+    made = connection.started(lambda: Cluster(initialize_head=True, head_node_args=head), import_ray().shutdown)
+    try:
+        for _ in range(2):
+            connection.started(lambda: made.add_node(**NODE), lambda: None)
         yield made
+    finally:
+        made.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -83,37 +94,50 @@ def told(*arguments: object, code: int = 0) -> str:
     return out if code == 0 else " ".join(errors.split())
 
 
+def below(running: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(running.pid).children(recursive=True)
+
+
 def last_json(text: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(text.splitlines()[-1])
     return found
 
 
+@pytest.mark.door
+def test_a_ray_of_its_own_comes_to_the_state_of_one_process(wanted: str, tmp_path: Path) -> None:
+    options = ["--engine", "ray", "--crews", 1, "--storage", tmp_path / "storage", "--json"]
+    assert last_json(told("simulate", written(tmp_path, RUN), *options))["state_hash"] == wanted
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("crews", [1, 2, 4])
-def test_the_state_is_that_of_one_process(crews: int, nodes: Nodes, wanted: str, tmp_path: Path) -> None:
-    options = ["--engine", "ray", "--crews", crews, "--address", nodes.cluster.address]
+def test_the_state_is_that_of_one_process(crews: int, cluster: Any, wanted: str, tmp_path: Path) -> None:
+    options = ["--engine", "ray", "--crews", crews, "--address", cluster.address]
     out = told("simulate", written(tmp_path, RUN), *options, "--storage", tmp_path / "storage", "--json")
     assert last_json(out)["state_hash"] == wanted
 
 
-def test_a_sum_that_nobody_sees_is_that_of_one_process(nodes: Nodes, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_sum_that_nobody_sees_is_that_of_one_process(cluster: Any, tmp_path: Path) -> None:
     run = {**RUN, "participation": {"min_clients": 4}, "secure_aggregation": {"threshold": 0.75}}
     path = written(tmp_path, run)
     torch.set_num_threads(1)
     simulated = read_run(path)
-    options = ["--engine", "ray", "--crews", 2, "--address", nodes.cluster.address]
+    options = ["--engine", "ray", "--crews", 2, "--address", cluster.address]
     out = told("simulate", path, *options, "--storage", tmp_path / "storage", "--json")
     assert last_json(out)["state_hash"] == simulate(simulated.spec, simulated.sites).state_hash
 
 
-def test_a_run_whose_command_died_goes_on_from_its_storage(nodes: Nodes, wanted: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_whose_command_died_goes_on_from_its_storage(cluster: Any, wanted: str, tmp_path: Path) -> None:
     """As where the head node is lost: nothing of the command is stopped in order."""
-    options = ["--engine", "ray", "--crews", 2, "--address", nodes.cluster.address, "--storage", tmp_path / "storage"]
+    options = ["--engine", "ray", "--crews", 2, "--address", cluster.address, "--storage", tmp_path / "storage"]
     path = written(tmp_path, RUN)
     running = started("simulate", path, *options)
     database = tmp_path / "storage" / "coordinator"
     clients = tmp_path / "storage" / "clients"
     wait_for("enrolment", lambda: database.exists() and clients.exists() and len(list(clients.iterdir())) == 4)
-    for one in [*below(running.pid), psutil.Process(running.pid)]:
+    for one in [*below(running), psutil.Process(running.pid)]:
         one.kill()
     running.communicate()
     again = last_json(told("simulate", path, *options, "--json"))
@@ -122,24 +146,7 @@ def test_a_run_whose_command_died_goes_on_from_its_storage(nodes: Nodes, wanted:
     assert "holds another run" in other
 
 
-def test_killed_crews_nodes_and_coordinators_change_no_bit() -> None:
-    """``PROMPTFED_RAY_KILLS=20,5,2,30``: so many crews, nodes and coordinators, in so many rounds."""
-    crews, killed_nodes, coordinators, rounds = map(int, os.environ.get("PROMPTFED_RAY_KILLS", "2,1,1,8").split(","))
-    run = {**KILLED, "rounds": rounds, "evaluation": {"every": rounds // 2}}
-    kills = Kills(crews, killed_nodes, coordinators)
-    found = killed(kills, 0, (2.0, 5.0), run)
-    assert kills.done == {"crews": crews, "nodes": killed_nodes, "coordinators": coordinators}
-    torch.set_num_threads(1)
-    spec = {key: value for key, value in run.items() if key != "clients"}
-    clients = run["clients"]
-    from promptfed.runtime.processes import Site
-
-    count = clients["count"]
-    data = clients["data"].replace("{count}", str(count))
-    sites = [Site(f"site-{k}", data.replace("{index}", str(k))) for k in range(count)]
-    assert found["state_hash"] == simulate(spec, sites).state_hash
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_nothing_behind(sent: signal.Signals, tmp_path: Path) -> None:
     """A Ray that was started for it, its crew, its coordinator, and the folders of all three."""
@@ -151,13 +158,13 @@ def test_an_interrupted_run_leaves_nothing_behind(sent: signal.Signals, tmp_path
 
     def at_work() -> bool:
         assert running.poll() is None, running.communicate()
-        return any(one.name().startswith("ray::CrewActor"[:15]) for one in below(running.pid)) and any(
-            "promptfed.coordinator" in " ".join(one.cmdline()) for one in below(running.pid)
+        return any(one.name().startswith("ray::CrewActor"[:15]) for one in below(running)) and any(
+            "promptfed.coordinator" in " ".join(one.cmdline()) for one in below(running)
         )
 
     wait_for("a crew at work", at_work)
     time.sleep(2.0)  # into the middle of something, whatever it is
-    below_it = below(running.pid)
+    below_it = below(running)
     assert len(below_it) > 4
     running.send_signal(sent)
     _, errors = running.communicate(timeout=PATIENCE)
@@ -168,8 +175,9 @@ def test_an_interrupted_run_leaves_nothing_behind(sent: signal.Signals, tmp_path
     assert left == []
 
 
-def test_a_cluster_that_is_too_small_is_told_with_what_it_has(nodes: Nodes, tmp_path: Path) -> None:
-    options = ["--engine", "ray", "--address", nodes.cluster.address, "--storage", tmp_path / "storage"]
+@pytest.mark.slow
+def test_a_cluster_that_is_too_small_is_told_with_what_it_has(cluster: Any, tmp_path: Path) -> None:
+    options = ["--engine", "ray", "--address", cluster.address, "--storage", tmp_path / "storage"]
     path = written(tmp_path, {**RUN, "training": {"threads": 64}})
     said = told("simulate", path, *options, code=Exit.BAD_INPUT)
     assert "no room for 1 crew of 64 CPUs: it holds 0" in said
