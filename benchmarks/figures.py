@@ -49,6 +49,12 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
     return lines
 
 
+def script_lines(text: str) -> int:
+    """Lines of JavaScript or CSS that are neither empty nor comment."""
+    lines = re.sub(r"^\s*/\*.*?\*/", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+    return sum(bool(line.strip()) and not line.lstrip().startswith("//") for line in lines)
+
+
 def words(text: str, tables: bool = True) -> int:
     """Words outside of comments, with or without tables; code blocks count."""
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
@@ -63,6 +69,8 @@ def main() -> None:
     product = {path: count for path, count in counted.items() if path not in tests}
     print(f"lines of code outside tests: {sum(product.values()):,} in {len(product)} modules")
     print(f"lines of code in tests: {sum(tests.values()):,} in {len(tests)} modules")
+    scripts = [path.read_text() for path in tracked("*.js", "*.css") if path.name != "chart.umd.min.js"]  # not ours
+    print(f"lines of JavaScript and CSS: {sum(map(script_lines, scripts)):,} in {len(scripts)} files")
     pages = [path.read_text() for path in tracked("*.md")]
     print(f"words in Markdown outside tables: {sum(words(page, tables=False) for page in pages):,}")
     print(f"words in Markdown with tables: {sum(words(page) for page in pages):,}")
