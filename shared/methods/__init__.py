@@ -27,6 +27,7 @@ from promptfed.shared.methods.core.default_backbone import default_backbone, ref
 from promptfed.shared.methods.core.interface import Method, MethodError, ServerContext
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description, swept_rate
 from promptfed.shared.methods.core.several_labels import for_several_labels
+from promptfed.shared.spec.section import RELEASE
 from promptfed.shared.spec.spec import (
     BackboneShape,
     FederationSpec,
@@ -34,7 +35,6 @@ from promptfed.shared.spec.spec import (
     TrainingSpec,
     merged,
     parse_spec,
-    removed_method,
 )
 
 FAMILIES = {
@@ -88,8 +88,8 @@ def method_class(name: str) -> type[Method]:
     except UnusableMethod as error:
         detail = str(error)
     except KeyError:
-        gone, near = removed_method(name), get_close_matches(name, METHODS, n=1)
-        hint = gone or (f"did you mean {near[0]!r}? " if near else "")
+        near = get_close_matches(name, METHODS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else f"promptfed {RELEASE} has none of this name, "
         refusal, detail = UnknownMethod, f"there is no method {name!r}; {hint}`promptfed methods` lists them"
     raise refusal([{"path": "method.name", "detail": detail}])
 

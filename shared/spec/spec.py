@@ -17,7 +17,7 @@ from promptfed.shared.errors import BadInput
 from promptfed.shared.plain_text import expect_visible
 from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
-from promptfed.shared.spec.section import Section, left_out
+from promptfed.shared.spec.section import RELEASE, Section, left_out
 from promptfed.shared.spec.sections import (
     AggregationSpec,
     CompressionSpec,
@@ -27,22 +27,6 @@ from promptfed.shared.spec.sections import (
     SecureAggregationSpec,
     SelectionSpec,
 )
-
-RELEASE = "0.4.0"
-_METHODS = "dpfpl fedclap fedgda fedmgp fedmvp fedpha fedplot fedprograd fedprolip fedtipf pfedmma tip_adapter"
-
-_KEYS = """
-aggregation.flame_noise aggregation.flame_of calibration class_descriptions compression.down held_out keep_rounds kind
-loss method.pair participation.candidates participation.choice participation.cool_down participation.over_select
-participation.preferred_seconds participation.require privacy.adaptive_clip privacy.colluding privacy.noise schedule
-secure_aggregation.attempts secure_aggregation.colluding_share secure_aggregation.dropping_share
-secure_aggregation.neighbours training.budget training.compile trial tuning
-"""
-
-METHODS = frozenset(_METHODS.split())
-
-KEYS = frozenset(_KEYS.split())
-"""Dotted paths of sections and fields of the spec; of a section that went as a whole its own path."""
 
 VIEWS = 8
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -102,18 +86,6 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _paths(section, f"{prefix}{name}.")
 
 
-def removed_key(path: str) -> str:
-    """What a refusal of the unknown key at the dotted ``path`` adds; empty for one that there never was."""
-    parts = path.split(".")
-    gone = any(".".join(parts[:length]) in KEYS for length in range(1, len(parts) + 1))
-    return f"; it was removed in {RELEASE}" if gone else ""
-
-
-def removed_method(name: str) -> str:
-    """What a refusal of an unknown method says of it; empty for one that there never was."""
-    return f"it was removed in {RELEASE}; " if name in METHODS else ""
-
-
 def check_class_names(names: list[str]) -> list[str]:
     """Return ``names`` if there is at least one, none occurs twice and all can be shown; ValueError otherwise."""
     if not names:
@@ -162,10 +134,8 @@ class SpecError(BadInput, ValueError):
             detail = offence(item)
             if item["type"] == "extra_forbidden":
                 near = meant(model, [str(part) for part in item["loc"]], FederationSpec) if model is not None else None
-                gone = removed_key(path)
-                detail = (
-                    f"unknown key; did you mean {near!r}?" if near is not None and not gone else f"unknown key{gone}"
-                )
+                detail = f"did you mean {near!r}?" if near is not None else f"promptfed {RELEASE} has none of this name"
+                detail = f"unknown key; {detail}"
             offences.append({"path": path or "(spec)", "detail": detail})
         return cls(offences)
 
