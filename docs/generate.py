@@ -1,17 +1,22 @@
-"""The reference pages of the spec and of the methods' options, which are made from the code.
+"""The reference pages of the spec, of the methods' options and of what a round costs, which are made from the code.
 
 ``python docs/generate.py`` writes them; with ``--check`` it ends with 1 if one is stale. `tests/docs` looks too.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from promptfed.shared.methods import METHODS
-from promptfed.shared.spec.spec import FederationSpec
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods import METHODS, make_method
+from promptfed.shared.methods.core.interface import ClientInfo, ServerContext
+from promptfed.shared.spec.spec import BackboneShape, FederationSpec, TrainingSpec
+from promptfed.shared.tensors import TensorSpec
+from promptfed.shared.tensors.torch_tensors import DTYPES
 
 PAGES = Path(__file__).parent / "reference"
 NOTE = "<!-- Made from the code by `python docs/generate.py`: change the code, not this page. -->\n\n"
@@ -56,8 +61,14 @@ MEANINGS = {
     "secure_aggregation.minimum": "fewest clients in a sum",
     "secure_aggregation.step_seconds": "time for each of the four exchanges after training",
 }  # fmt: skip
-
-
+SITES = tuple(
+    ClientInfo(f"c{k}", "trainer", 1, ("a", "b"), Domain(name=f"d{k}", description=f"a d{k} of a {{}}"))
+    for k in range(3)
+)
+VIT_B_16 = BackboneShape(
+    d_t=512, d_v=768, d_e=512, text_layers=12, vision_layers=12, context_length=77, patch_size=16, patch_tokens=196,
+    mlp_width=3072, positions=197, heads_v=12, heads_t=8,
+)  # fmt: skip
 RANGES = "`whole 1–64` is a whole number from 1 to 64, `>0–1` a number above 0 and up to 1."
 
 
@@ -188,10 +199,39 @@ def _named(names: list[str]) -> str:
     return f"all but {', '.join(others)}" if others else "all"
 
 
+def costs() -> str:
+    """What a round of each method costs a client."""
+    head = ["method", "numbers down", "numbers up", "bytes both ways", "further bytes, once, at the end"]
+    return (
+        "# What a round costs\n\n"
+        "What one client receives and sends in a round, with ViT-B/16, two class names, three clients of a domain each "
+        "and each method's defaults; metrics are not counted. `promptfed methods NAME` names the tensors.\n\n"
+        + table(head, map(_cost, METHODS.own()))
+        + "\n"
+    )
+
+
+def _cost(name: str) -> list[str]:
+    """Numbers down and up, bytes of a round, and further bytes of the last one."""
+    method = make_method({"name": name})
+    context = ServerContext(TrainingSpec(), VIT_B_16, ("a", "b"), SITES, seed=0, rounds=3)
+    sizes = {"K": len(SITES), "E": getattr(method.hyper, "experts", 0), **method.dims(context)}
+    middle, last = method.phases(2, 3), method.phases(3, 3)
+    ways = [[spec for phase in middle for spec in getattr(phase, way)] for way in ("down", "up")]
+    counts = [sum(math.prod(spec.resolve(sizes)) for spec in specs) for specs in ways]
+    size = sum(_bytes(specs, sizes) for specs in ways)
+    once = sum(_bytes((*phase.down, *phase.up), sizes) for phase in last) - size
+    return [f"`{name}`", *(f"{count:,}" for count in (*counts, size)), f"{once:,}" if once else ""]
+
+
+def _bytes(specs: Iterable[TensorSpec], sizes: dict[str, int]) -> int:
+    return sum(math.prod(spec.resolve(sizes)) * DTYPES[spec.dtype].itemsize for spec in specs)
+
+
 def pages() -> dict[Path, str]:
     """The pages as they should be."""
     made = {}
-    for name, text in (("spec.md", spec()), ("options.md", options())):
+    for name, text in (("spec.md", spec()), ("options.md", options()), ("costs.md", costs())):
         title, _, rest = text.partition("\n")
         made[PAGES / name] = f"{title}\n\n{NOTE}{rest.lstrip()}"
     return made
