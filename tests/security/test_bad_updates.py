@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections import Counter
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from promptfed.testing.clients import content_digest, update_body
-from tests.support.bad_updates import MOST_BYTES, MOST_NORM, Attacker
 from tests.support.coordinators import InThread, in_thread
 from tests.support.open_phases import kind, open_first_phase, stored_rows
 from tests.support.waiting import PATIENCE
 
-LIMITS = {"max_bytes": MOST_BYTES, "max_update_norm": MOST_NORM}
-MANY = 400
+LIMITS = {"max_bytes": 4096, "max_update_norm": 1000.0}
 
 
 def refusal(response: httpx.Response) -> str:
@@ -34,33 +30,8 @@ def refusal(response: httpx.Response) -> str:
     return kind(response)
 
 
-def attack(http: httpx.Client, url: str, headers: dict[str, str], attacker: Attacker, count: int) -> Counter[str]:
-    """Send so many bad updates; how often each kind of refusal came."""
-    seen: Counter[str] = Counter()
-    for bad in islice(attacker, count):
-        seen[refusal(http.put(url, content=bad.body, headers=headers | bad.headers))] += 1
-    return seen
-
-
 def url_of(federation: str, task: dict[str, Any]) -> str:
     return f"/v1/federations/{federation}/tasks/{task['task_id']}/update"
-
-
-@pytest.mark.extended
-def test_many_generated_updates_are_refused_and_change_nothing(tmp_path: Path) -> None:
-    with in_thread(tmp_path / "data") as coordinator:
-        federation, (a, _), (task, _) = open_first_phase(coordinator, admission=LIMITS)
-        before = stored_rows(coordinator.registry, federation)
-        state = coordinator.get(federation)["state_hash"]
-        seen = attack(coordinator.http, url_of(federation, task), a.headers, Attacker(task, 1, a.payload(task)), MANY)
-        assert stored_rows(coordinator.registry, federation) == before
-        assert coordinator.get(federation)["state_hash"] == state
-        assert list(coordinator.registry.blobs.incoming.iterdir()) == []
-        assert coordinator.get(f"{federation}/clients")["clients"][0]["refusals"] == MANY
-        assert a.send(task, update_body({"context": torch.ones(4, 8)}, task)).status_code == 201, "still open"
-    wanted = {"digest-missing", "digest-mismatch", "too-large", "not-safetensors", "bad-metadata", "wrong-task"}
-    wanted |= {"wrong-payload", "unknown-tensor", "missing-tensor", "wrong-shape", "wrong-dtype", "not-finite"}
-    assert wanted | {"norm-too-large"} <= set(seen), seen
 
 
 json_values = st.recursive(

@@ -27,7 +27,6 @@ from promptfed.shared.errors import PromptfedError
 from promptfed.shared.metrics import calibration_error
 from promptfed.shared.service.reasons import Exit
 from promptfed.shared.spec.spec import FederationSpec
-from tests.support.far_device import far_device, waits
 
 DATA = "symbols:neon?topic=weather&per_class=4&test_per_class=3"
 
@@ -264,18 +263,6 @@ def test_the_hash_of_the_data_is_of_names_labels_and_pixels_of_both_splits() -> 
     hashes = {name: data_hash({"a": one}) for name, one in fewer.items()}
     assert len({data_hash({"a": whole}), data_hash({"b": whole}), *hashes.values()}) == 6
     assert data_hash({"a": open_source(DATA)}) == data_hash({"a": whole})
-
-
-def test_on_a_gpu_it_finds_what_it_finds_on_the_cpu(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """On the tests' stand-in for a GPU, of which the backbone is told by ``--device``."""
-    with far_device(), waits() as counted:
-        code, _, stderr = invoke(*ARGUMENTS, "--seeds", "0", "--device", "cuda", "--out", str(tmp_path))
-    assert code == 0, stderr
-    assert counted, "answers came from the device"
-    here, there = (json.loads((out / "results.json").read_text())["runs"] for out in (finished[0], tmp_path))
-    for cpu, gpu in zip(here, there, strict=True):
-        assert gpu["accuracies"] == cpu["accuracies"]
-        assert gpu["spec"] == cpu["spec"]
 
 
 # A bench's folder: whose it is, what is done, and its curve.

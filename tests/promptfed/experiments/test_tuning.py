@@ -17,7 +17,6 @@ from promptfed.runtime.run_file import read_run
 from promptfed.shared.api.report_schemas import movement, near_chance
 from promptfed.shared.data import open_source
 from promptfed.shared.errors import PromptfedError
-from tests.support.far_device import far_device, waits
 
 RUN = """\
 method: {name: promptfl, m: 4}
@@ -151,21 +150,6 @@ def test_methods_for_several_labels_are_chosen_by_mean_average_precision(tmp_pat
     assert found["zero_shot"] == pytest.approx(sum(zero) / 2)
     code, output = invoke(*tune, "--out", str(tmp_path / "shown.yaml"))
     assert "Mean average precision on held-out training images" in output
-
-
-def test_on_a_gpu_the_same_rate_is_found(tmp_path: Path) -> None:
-    """On the tests' stand-in for a GPU."""
-    (tmp_path / "run.yaml").write_text(RUN)
-    found = []
-    for device in ("cpu", "cuda"):
-        tune = ("tune", str(tmp_path / "run.yaml"), "--rates", "0.01,0.1", "--seeds", "1", "--device", device, "--json")
-        with far_device(), waits() as counted:
-            code, output = invoke(*tune, "--out", str(tmp_path / f"{device}.yaml"))
-        assert code == 0, output
-        assert bool(counted) is (device == "cuda"), "answers came from the device"
-        found.append(json.loads(output.splitlines()[-1]))
-    assert found[1]["winner"] == found[0]["winner"]
-    assert [row["accuracy"] for row in found[1]["tried"]] == [row["accuracy"] for row in found[0]["tried"]]
 
 
 @pytest.mark.parametrize("text", ["", "a", "0.1,0.1", "0,1", "-1", "nan", "inf"])

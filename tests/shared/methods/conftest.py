@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -94,25 +94,3 @@ def make_context(backbone: Backbone) -> Callable[..., ClientContext]:
         )  # fmt: skip
 
     return make
-
-
-@pytest.fixture(scope="session")
-def wide_backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
-    """A backbone as narrow as can be, but with CLIP's 77 text positions."""
-    import open_clip
-
-    torch.set_num_threads(1)
-    vision = {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
-    text = {"context_length": 77, "vocab_size": 49408, "width": 24, "heads": 4, "layers": 2}
-    config = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}
-    folder = tmp_path_factory.mktemp("configs")
-    (folder / "wide-text.json").write_text(json.dumps(config))
-    open_clip.add_model_config(folder)
-    return load_backbone("wide-text", None)
-
-
-def wide_step(make_context: Callable[..., ClientContext], backbone: Backbone, draws: torch.Generator) -> ClientContext:
-    """A task of one step with three drawn images, whose update is the gradient."""
-    values = F.normalize(torch.randn(3, backbone.d_e, generator=draws), dim=-1)
-    plain = make_context(3, batch_size=3, learning_rate=1.0, momentum=0.0, weight_decay=0.0)
-    return replace(plain, backbone=backbone, train=MadeUpSplit(values, torch.tensor([0, 4, 2])))

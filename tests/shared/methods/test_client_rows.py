@@ -21,7 +21,7 @@ from promptfed.shared.methods.promptfl import PromptFLAMP, mixing_weights
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from tests.shared.methods.conftest import NAMES, MadeUpSplit, Make
+from tests.shared.methods.conftest import NAMES, Make
 from tests.shared.methods.test_text_baselines import start_context
 from tests.support import literal
 from tests.support.equality import assert_moved_equally
@@ -267,16 +267,6 @@ def test_who_classifies_with_what(backbone: Backbone, make_context: Make) -> Non
         assert float((found - wanted).abs().max()) <= 2e-5 * float(wanted.abs().max())
 
 
-def test_the_first_participation_is_promptfl(backbone: Backbone, make_context: Make) -> None:
-    context = make_context(8, batch_size=3, epochs=2, learning_rate=0.05)
-    start = start_context(backbone)
-    payload = {"context": start, "experts": torch.zeros(0, M, backbone.d_t)}
-    found = moap().train(context, payload, {})
-    plain = make_method({"name": "promptfl", "m": M}).train(context, {"context": start}, {})
-    assert torch.equal(found.update["context"], plain.update["context"])
-    assert set(found.private) == {"own_context"}
-
-
 def test_what_pfedmoap_sends_trains_and_says(caplog: pytest.LogCaptureFixture) -> None:
     shape = BackboneShape(d_t=512, d_e=512, context_length=77)
     context = replace(roster("a", "b"), shape=shape)
@@ -363,17 +353,3 @@ def test_amps_training_equals_the_equations(backbone: Backbone, make_context: Ma
     assert torch.equal(found.private["context"], found.update["context"])
     free = amp(proximal=0.0).train(context, {"message": mixture}, {"context": own})
     assert not torch.allclose(free.update["context"], found.update["context"], atol=1e-4)
-
-
-def test_without_a_proximal_term_it_is_coop(backbone: Backbone, make_context: Make) -> None:
-    context = make_context(6, epochs=2, batch_size=3, learning_rate=0.05)
-    coop = make_method({"name": "coop", "m": M}).train(context, {}, {})
-    start = torch.randn(M, backbone.d_t, generator=initial_draws(context.seed)) * 0.02
-    tried = amp(proximal=0.0)
-    found = tried.train(context, {"message": start}, {})
-    assert torch.equal(found.update["context"], coop.private["context"])
-    none = replace(context, train=MadeUpSplit(torch.empty(0, backbone.d_e), torch.empty(0, dtype=torch.long)))
-    rows = torch.arange(6)
-    alone = tried.classifier(none, {"message": start}, {}).logits(context.train, rows)
-    own = tried.classifier(context, {"message": start * 0}, {"context": start}).logits(context.train, rows)
-    assert float((alone - own).abs().max()) <= 1e-5 * float(own.abs().max())

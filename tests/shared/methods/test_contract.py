@@ -373,16 +373,6 @@ def test_threads_asking_at_once_import_it_once_and_know_its_package(install: Ins
     assert packages == ["sound-2==1.0"] * 4
 
 
-def test_a_package_is_imported_only_on_demand(install: Install, registry: MethodRegistry, tmp_path: Path) -> None:
-    mark = tmp_path / "imported"
-    install("marks", f"open({str(mark)!r}, 'w').close()\n" + SOUND, mine="Mine")
-    assert registry["promptfl"] is PromptFL
-    assert registry.get("unknown") is None
-    assert not mark.exists()
-    assert registry["mine"].name == "mine"
-    assert mark.exists()
-
-
 UNUSABLE = [
     ("import not_installed_anywhere", "Mine", "importing {module}:Mine fails (ModuleNotFoundError: No module"),
     ("raise SystemExit(3)", "Mine", "importing {module}:Mine fails (SystemExit: 3)"),
@@ -446,13 +436,6 @@ def test_a_spec_that_asks_for_it_is_refused_at_method_name(install: Install, mon
     assert [error["path"] for error in refused.value.errors] == ["method.name"]
     with pytest.raises(SpecError, match=r"there is no method 'broke'; promptfed .* `promptfed methods`"):
         method_class("broke")
-
-
-def test_tests_can_put_a_method_among_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setitem(METHODS, "mine", PromptFL)
-        assert method_class("mine") is PromptFL
-    assert "mine" not in METHODS
 
 
 def test_a_file_in_the_folder_is_a_method_as_contributing_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

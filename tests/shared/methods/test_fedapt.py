@@ -183,18 +183,6 @@ def test_a_class_without_a_prompt_is_refused_by_name(make_context: Make) -> None
     assert found.logits(context.train, torch.arange(3)).shape == (3, 2)
 
 
-def test_its_size_is_the_papers() -> None:
-    """PLAN's author counts 0.534 M on OfficeHome with three sources."""
-    shape = BackboneShape(d_t=512, d_e=512, context_length=77)
-    names = tuple(f"class {number}" for number in range(65))
-    context = pf.ServerContext(TrainingSpec(), shape, names, clients("a", "b", "c"), seed=0, rounds=1)
-    tried = make_method({"name": "fedapt"})
-    [phase] = tried.phases(1, 1)
-    sizes = tried.dims(context)
-    numbers = [torch.Size(spec.resolve(sizes)).numel() for spec in phase.up]
-    assert sum(numbers) == 534_016
-
-
 # The reconstruction of DiPrompT: each of its steps written out, and what it refuses.
 
 
@@ -310,15 +298,3 @@ def test_the_ensemble(make_context: Make) -> None:
     plain = TextPromptClassifier(context, state["global_prompt"])
     wanted = plain.logits(context.train, torch.arange(5)).log_softmax(1)
     assert torch.allclose(tried.classifier(context, same, {}).logits(context.train, torch.arange(5)), wanted, atol=1e-3)
-
-
-def test_its_count_is_the_tables() -> None:
-    """FaST-PT counts 0.012 M up with ViT-L/14: G and three D."""
-    sizes = {"M": 3, "m": 4, "d_t": 768}
-    count = {
-        query: sum(
-            torch.Size(spec.resolve(sizes)).numel() for spec in method_of_diprompt(m=4, query=query).state_tensors()
-        )
-        for query in ("fixed", "learned")
-    }
-    assert count == {"fixed": 12_288, "learned": 15_360}

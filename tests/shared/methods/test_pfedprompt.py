@@ -56,19 +56,6 @@ def test_classifies_with_the_memory(options: dict[str, Any], backbone: Backbone,
         assert float((found[row] - wanted).abs().max()) <= 2e-5 * float(wanted.abs().max())
 
 
-def test_without_weight_or_images_it_is_promptfl(backbone: Backbone, make_context: Make) -> None:
-    context, rows = make_context(), torch.arange(4)
-    payload = {"context": start_context(backbone)}
-    plain = make_method({"name": "promptfl", "m": M}).classifier(context, payload, {}).logits(context.train, rows)
-    found = method(weight=0.0).classifier(context, payload, {}).logits(context.train, rows)
-    assert float((found - plain).abs().max()) <= 1e-5 * float(plain.abs().max())
-    none = replace(context, train=MadeUpSplit(torch.empty(0, backbone.d_e), torch.empty(0, dtype=torch.long)))
-    alone = method().classifier(none, payload, {})
-    assert float((alone.logits(context.train, rows) - plain).abs().max()) <= 1e-5 * float(plain.abs().max())
-    assert alone.weights() is not None
-    assert method().classifier(context, payload, {}).weights() is None
-
-
 def test_it_trains_and_sends_what_promptfl_does(backbone: Backbone, make_context: Make) -> None:
     context, payload = make_context(8, epochs=2, batch_size=3), {"context": start_context(backbone)}
     found = method().train(context, payload, {})

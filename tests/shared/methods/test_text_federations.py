@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,13 @@ from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
 from promptfed.shared.data.classes import SYMBOLS
 from promptfed.shared.messages import EnrolRequest, EvaluationRequest
-from promptfed.shared.methods.core.interface import ClientContext
-from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.seeds import generator
 from promptfed.shared.spec.section import RELEASE, SYSTEM
-from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests import ROOT
-from tests.shared.methods import test_fedpgp
-from tests.shared.methods.conftest import MadeUpSplit
-from tests.support import literal
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_coordinator import made_up_source
-from tests.support.terms import training_terms
 from tests.support.waiting import PATIENCE
 
 
@@ -154,65 +148,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
         yield running
 
 
-def by_hand(backbone: Backbone, name: str, names: list[str], training: dict[str, Any]) -> ClientContext:
-    """What a client's task is made of: its images through the tower, its labels among ``names``."""
-    train = SOURCES[name].train
-    images = torch.stack([backbone.preprocess(train.image(row)) for row in range(len(train))])
-    labels = torch.tensor([names.index(SOURCES[name].class_names[int(label)]) for label in train.labels])
-    return ClientContext(
-        backbone=backbone, class_names=tuple(names), template="a photo of a {}.",
-        terms=training_terms(training, rounds=1, seed=SEED), client=name, domain=None, peers=(), round=1, phase="train",
-        train=MadeUpSplit(backbone.encode_images(images), labels),
-    )  # fmt: skip
-
-
-def assert_moved_equally(found: Tensors, wanted: Tensors, start: Tensors) -> None:
-    assert set(found) == set(wanted)
-    largest = max(float((value - start[name]).abs().max()) for name, value in wanted.items())
-    for name, value in wanted.items():
-        scale = largest if name == "to_key.bias" else float((value - start[name]).abs().max())
-        stored = torch.finfo(value.dtype).eps * float(value.abs().max())  # a number's rounding, each time that it moves
-        assert float((found[name] - value).abs().max()) <= 1e-4 * scale + 2 * stored, name
-
-
 @pytest.fixture(scope="module")
 def fedpgp(server: InThread, backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     method = {"name": "fedpgp", "m": 4, "b": 2}
     return run(server, spec(method, class_names=CLASSES), SOURCES, backbone, tmp_path_factory.mktemp("fedpgp"))
-
-
-def test_a_fedpgp_round_by_hand(fedpgp: FinishedRun, backbone: Backbone) -> None:
-    tried = test_fedpgp.method(m=4, b=2)
-    start = torch.randn(4, backbone.d_t, generator=initial_draws(SEED)) * 0.02
-    trained: dict[str, Tensors] = {}
-    for name in SOURCES:
-        context = by_hand(backbone, name, CLASSES, TRAINING)
-        draws = generator(SEED, "fedpgp", name)
-        u, v = torch.randn(4, 2, generator=draws) * 0.02, torch.randn(2, backbone.d_t, generator=draws) * 0.02
-        begin = {"global_context": start, "U": u, "V": v}
-        trained[name] = literal.training(context, begin, test_fedpgp.paper_loss(context, tried.hyper))
-        private = fedpgp.private(name)
-        assert_moved_equally(private, {key: trained[name][key] for key in ("U", "V")}, begin)
-    # Eq. 4: 8 and 12 images.
-    mean = 8 / 20 * trained["north"]["global_context"] + 12 / 20 * trained["south"]["global_context"]
-    assert_moved_equally(fedpgp.state, {"global_context": mean}, {"global_context": start})
-    assert fedpgp.reports[1]["phases"][0]["counted"][0]["weight"] == 8 / 20
-    for name in SOURCES:
-        personal = test_fedpgp.literal_product(mean, trained[name]["U"], trained[name]["V"])
-        result = fedpgp.reports[1]["evaluation"]["clients"][name]["splits"]["test"]
-        assert result["accuracy"] == literal_accuracy(backbone, name, personal)
-
-
-def literal_accuracy(backbone: Backbone, name: str, prompt: Tensor) -> float:
-    """Share of the client's test images whose class has the highest cosine among all classes of the federation."""
-    test, right = SOURCES[name].test, 0
-    with torch.no_grad():
-        texts = torch.stack([literal.text_feature(backbone, prompt, other) for other in CLASSES])
-        for row in range(len(test)):
-            feature = backbone.encode_images(backbone.preprocess(test.image(row)).unsqueeze(0))[0]
-            guess = CLASSES[int((texts @ feature).argmax())]
-            right += guess == SOURCES[name].class_names[int(test.labels[row])]
-    return right / len(test)
 
 
 def windows(tensor: Tensor) -> set[bytes]:
@@ -291,29 +230,6 @@ def test_no_private_number_is_among_them(fedpgp: FinishedRun) -> None:
         assert windows(update["global_context"]) <= sent, "what may be sent is found this way"
         pixels = np.asarray(SOURCES[name].train.image(0)).tobytes()
         assert pixels[:64] not in stream
-
-
-@pytest.fixture(scope="module")
-def fedtpg(server: InThread, backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    training = TRAINING | {"epochs": 1, "weight_decay": 1e-5}
-    whole = spec({"name": "fedtpg", "m": 3}, training=training)
-    return run(server, whole, SOURCES, backbone, tmp_path_factory.mktemp("fedtpg"))
-
-
-def test_a_fedtpg_round_by_hand(fedtpg: FinishedRun, backbone: Backbone) -> None:
-    """Two clients with other classes each; the mean is uniform though one has more images."""
-    tried = test_fedpgp.method_of_fedtpg(m=3)
-    shape = BackboneShape(d_t=backbone.d_t, d_e=backbone.d_e)
-    server = replace(test_fedpgp.server_context(), shape=shape)
-    start = tried.initial_state(server, initial_draws(SEED))
-    training = TRAINING | {"epochs": 1, "weight_decay": 1e-5, "schedule": "cosine"}
-    trained = []
-    for name, source in SOURCES.items():
-        context = by_hand(backbone, name, list(source.class_names), training)
-        trained.append(literal.training(context, start, test_fedpgp.generated_loss(context, "relu")))
-    mean = {name: (trained[0][name] + trained[1][name]) / 2 for name in start}
-    assert_moved_equally(fedtpg.state, mean, start)
-    assert [one["weight"] for one in fedtpg.reports[1]["phases"][0]["counted"]] == [0.5, 0.5]
 
 
 # A method that lives in a package of its own (``tests/support/method_package``), installed and run as users would.

@@ -139,12 +139,6 @@ def test_a_script_calls_the_command_as_it_is(name: str) -> None:
     assert options["storage"] is not None
 
 
-def test_the_script_by_hand_tells_its_uses() -> None:
-    done = subprocess.run(["bash", str(RECIPES / "by-hand.sh")], capture_output=True, text=True, env=ENVIRONMENT)
-    assert done.returncode == 2
-    assert [line.split()[1] for line in done.stderr.splitlines()] == ["head", "worker", "run", "stop"]
-
-
 def test_slurm_starts_one_ray_on_each_node() -> None:
     text = (RECIPES / "slurm.sbatch").read_text()
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", text, re.MULTILINE))
@@ -154,27 +148,6 @@ def test_slurm_starts_one_ray_on_each_node() -> None:
     assert re.search(
         r'srun ray symmetric-run --address "\$first:6379" --min-nodes "\$SLURM_JOB_NUM_NODES" .*-- \\\n', text
     )
-
-
-@pytest.mark.slow
-def test_ray_knows_the_options_that_the_scripts_give_it() -> None:
-    from ray.scripts.scripts import cli
-
-    def known(name: str) -> set[str]:
-        return {option for one in cli.commands[name].params for option in one.opts}
-
-    start = known("start")
-    for name in ("by-hand.sh", "slurm.sbatch"):
-        text = (RECIPES / name).read_text()
-        for line in re.findall(r"exec ray start (.*) ;;", text):
-            given = {word.partition("=")[0] for word in shlex.split(line) if word.startswith("--")}
-            assert given <= start
-    given = set(
-        re.findall(r"(--[a-z-]+)", (RECIPES / "slurm.sbatch").read_text().split("symmetric-run")[1].split(" -- ")[0])
-    )
-    assert given <= known("symmetric-run") | (start - {"--head", "--node-ip-address", "--port", "--block"})
-    params = rayjob()[1]["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]
-    assert {f"--{name}" for name in params} <= start
 
 
 def test_the_claim_and_the_pods_of_the_job_are_what_kubernetes_takes(tmp_path: Path) -> None:

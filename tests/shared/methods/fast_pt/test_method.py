@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +16,8 @@ from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import open_source
-from promptfed.shared.messages import Domain
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import ClientContext, MethodError, TrainResult
-from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.methods.fast_pt.method import FastPT, contrastive_loss
 from promptfed.shared.methods.fast_pt.style_transfer import StyleTransfer
 from promptfed.shared.seeds import generator, initial_draws
@@ -378,83 +376,6 @@ def spec(**changes: Any) -> dict[str, Any]:
         "backbone": {"model": "promptfed-tiny", "pretrained": None}, "rounds": 1,
         "training": {"learning_rate": 0.05, **SGD_FEDERATION}, "seed": 5,
     } | changes  # fmt: skip
-
-
-@dataclass
-class ByHand:
-    """One client of the two, with loops."""
-
-    backbone: Backbone
-    name: str
-    other: Domain
-    row: int
-    own: Domain
-    values: Tensor
-    labels: Tensor
-
-    def global_phase(self, general: Tensor) -> tuple[Tensor, Tensor]:
-        """P^G, and φ with its bias as the last column."""
-        draws = generator(5, self.name, "style-transfer", self.other.description)
-        templates = (self.own.description, self.other.description, "a photo of a {}.")
-        q = literal_fast_pt.trained_transform(
-            self.backbone, self.values, self.labels, NAMES_FEDERATION, templates, draws, hidden=4, epochs=1,
-            batch_size=5, rate=0.01,
-        )  # fmt: skip
-        values = torch.cat([self.values, literal_fast_pt.transferred(q, self.values)])
-        labels = torch.cat([self.labels, self.labels])
-        rows = torch.tensor([self.row] * len(self.labels) + [1 - self.row] * len(self.labels))
-        purpose = (5, 1, "global", self.name)
-
-        def prompt_loss(weight: Tensor, some: Tensor) -> Tensor:
-            return literal.context_loss(self.backbone, weight, list(NAMES_FEDERATION), values[some], labels[some])
-
-        def domain_of(weight: Tensor, some: Tensor) -> Tensor:
-            return literal_fast_pt.classifier_loss(weight[:, :-1], weight[:, -1], values[some], rows[some])
-
-        prompt = literal_fast_pt.sgd_on(general, prompt_loss, len(rows), purpose, rate=0.05, **SGD_FEDERATION)
-        start = torch.zeros(2, self.backbone.d_e + 1)
-        return prompt, literal_fast_pt.sgd_on(start, domain_of, len(rows), purpose, rate=0.01, **SGD_FEDERATION)
-
-    def last_phase(self, general: Tensor) -> Tensor:
-        """P^D."""
-        start = torch.randn(2, self.backbone.d_t, generator=generator(5, "domain_prompt")) * 0.02
-
-        def loss(prompt: Tensor, some: Tensor) -> Tensor:
-            values, labels = self.values[some], self.labels[some]
-            return literal_fast_pt.domain_loss(
-                self.backbone, general, prompt, self.own.description, NAMES_FEDERATION, values, labels
-            )
-
-        purpose = (5, 1, "domain_prompts/domain_prompt", self.name)
-        return literal_fast_pt.sgd_on(start, loss, len(self.labels), purpose, rate=0.05, **SGD_FEDERATION)
-
-
-def test_a_round_of_two_clients_over_http_is_the_one_by_hand(backbone: Backbone, features: FeatureCache) -> None:
-    found = simulate(spec(), sites(), backbone=backbone, features=features)
-    domains = {name: Domain(**vars(open_source(uri).domain)) for name, uri in DATA.items()}
-    clients = []
-    for name, other, row in (("anna", "bert", 1), ("bert", "anna", 0)):  # neon stands before sketch
-        train = open_source(DATA[name]).train
-        values = features.features(backbone, train)
-        clients.append(ByHand(backbone, name, domains[other], row, domains[name], values, train.labels))
-    start = torch.randn(2, backbone.d_t, generator=initial_draws(5)) * 0.02
-    trained = [client.global_phase(start) for client in clients]
-    general, classifier = (sum(parts) / 2 for parts in zip(*trained, strict=True))
-    prompts = [client.last_phase(general) for client in clients]
-
-    moved = general - start
-    size = float(moved.abs().max())
-    assert size > 1e-4
-    assert_values((found.state["global_prompt"] - start) / size, moved / size, 1e-4)
-    assert_values(found.state["classifier_weight"], classifier[:, :-1])
-    assert_values(found.state["classifier_bias"], classifier[:, -1])
-    listed = [domain_key(domains[name].description) for name in ("bert", "anna")]
-    assert found.state["domains"].tolist() == found.state["listed_domains"].tolist() == listed
-    own_start = torch.randn(2, backbone.d_t, generator=generator(5, "domain_prompt")) * 0.02
-    for one, wanted in zip(found.state["domain_prompts"], (prompts[1], prompts[0]), strict=True):
-        size = float((wanted - own_start).abs().max())
-        assert size > 1e-4
-        assert_values((one - own_start) / size, (wanted - own_start) / size, 1e-4)
 
 
 @pytest.fixture
