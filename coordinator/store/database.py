@@ -402,7 +402,7 @@ class Database:
             raise CannotOpen(
                 f"the tables at {self.backend.place} have the form {found} of promptfed before 0.4.0, which this "
                 f"version does not read: start commit {READS_OLDER} on them, export each result, and continue from the "
-                "exports in a new store (docs/guides/operate.md, upgrade)"
+                "exports in a new store (docs/guides/upgrade.md)"
             )
 
     def expect_this_version(self, or_none: bool = False) -> None:
@@ -449,7 +449,7 @@ class Database:
         """One line about a database that answers but cannot be used."""
         cause = error.orig if isinstance(error, DBAPIError) else error
         text_ = f"the database at {self.backend.place} cannot be used: {one_line(cause)}"
-        damaged = ": its file is damaged, put a backup back (docs/guides/operate.md, back up and restore)"
+        damaged = ": its file is damaged, put a backup back (docs/guides/backup.md)"
         return text_ + damaged if self.is_damaged(error) else text_
 
     def beat(self) -> None:

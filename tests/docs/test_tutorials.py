@@ -89,6 +89,9 @@ export PROMPTFED_COORDINATOR=http://127.0.0.1:8080 PROMPTFED_OPERATOR_TOKEN=$(ca
 """
 # What an operator has done before the page begins, in shell.
 BEFORE = {
+    "guides/backup.md": COORDINATOR.replace("operator --port", "data --port"),
+    "guides/accounts.md": COORDINATOR
+    + "promptfed federation create <(echo '{name: pets, method: {name: promptfl}}')\n",
     "guides/join-a-site.md": COORDINATOR
     + """
 cat > pets.yaml <<END
@@ -114,17 +117,14 @@ promptfed client --coordinator $PROMPTFED_COORDINATOR --federation styles --enro
 }
 # What others do before a block of a page, by the block's first line, in shell.
 MEANWHILE = {
-    "promptfed federation replay pets ": """
+    "promptfed federation clients pets\n": """
 promptfed federation token pets --uses 2 --out trial.token
 for site in ward-3 ward-4; do
-  promptfed client --coordinator $PROMPTFED_COORDINATOR --ca-file tls.pem --federation pets --yes \\
+  promptfed client --coordinator $PROMPTFED_COORDINATOR --federation pets --yes \\
     --enrolment-token-file trial.token --name $site --state-dir $site \\
-    --data "symbols:neon?topic=weather&per_class=2&test_per_class=2" > $site.log 2>&1 &
-  sites="${sites:-} $!"
+    --data "symbols:neon?only=sun,umbrella,cloud&per_class=2&test_per_class=2" > $site.log 2>&1 &
 done
 until [ "$(promptfed federation clients pets --json | grep -o '"active"' | wc -l)" = 2 ]; do sleep 0.5; done
-promptfed federation start pets
-wait $sites
 """
 }
 ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]

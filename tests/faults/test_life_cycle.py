@@ -22,7 +22,7 @@ from tests.support.postgres import PostgresServer
 from tests.support.waiting import PATIENCE
 from tests.support.whole_federation import outcome
 
-OPERATE = ROOT / "docs" / "guides" / "operate.md"
+BACKUP = ROOT / "docs" / "guides" / "backup.md"
 BACK_UP, RESTORE, BACK_UP_DATABASE, RESTORE_DATABASE = range(4)
 
 
@@ -97,7 +97,7 @@ def test_a_discarded_update_can_be_deleted_at_once(coordinator: InThread) -> Non
 def blocks() -> list[str]:
     """The recipe's commands, as the documentation has them."""
     marked = r"test_life_cycle.py runs this block -->\n```bash\n(.*?)```"
-    return re.findall(marked, OPERATE.read_text(), re.DOTALL)
+    return re.findall(marked, BACKUP.read_text(), re.DOTALL)
 
 
 def shell(commands: str, **variables: str) -> None:
