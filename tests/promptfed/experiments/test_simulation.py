@@ -45,7 +45,7 @@ from promptfed.experiments.bench.runner import provenance
 from promptfed.experiments.simulation import simulation
 from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.experiments.simulation.workers import _exit
+from promptfed.experiments.simulation.workers import RunningWorkers
 from promptfed.runtime.processes import Site
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache
@@ -458,10 +458,19 @@ def test_it_runs_reduced_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (Exit.NAME_TAKEN, Exit.FAILED),
     (Exit.BACKBONE, Exit.FAILED),
     (Exit.DECLINED, Exit.FAILED),
-    (Exit.INTERRUPTED, Exit.INTERRUPTED),
 ])  # fmt: skip
 def test_codes_of_a_clients_process_alone_are_a_failure(client: Exit, command: Exit) -> None:
-    assert _exit(ClientError(client, "why")) == command
+    async def ended() -> None:
+        async def fail() -> None:
+            raise ClientError(client, "why")
+
+        running = RunningWorkers(1)
+        running.tasks[asyncio.create_task(fail())] = "a"
+        await running.wait(PATIENCE)
+
+    with pytest.raises(PromptfedError, match="^client a: why$") as failed:
+        asyncio.run(ended())
+    assert exit_code(failed.value) == command
 
 
 # A federation whose updates nobody sees: in one process, to the same state as in the clear.
