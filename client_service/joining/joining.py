@@ -55,7 +55,7 @@ from promptfed.client_service.training.data import (
 from promptfed.client_service.training.trainer import Compute, SitePrivacy, SiteRules, TaskWork, use_precision
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.clip.caches import features_in
-from promptfed.shared.clip.weights import shape_by_name
+from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.data import DataError, Source
 from promptfed.shared.data.identity import DataIdentity
 from promptfed.shared.data.identity import identity_of as identity_of_data

@@ -18,7 +18,7 @@ from promptfed.client_service.state.private_state import Identity
 from promptfed.client_service.training.data import check_classes, check_domain
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.loading import expect_device
-from promptfed.shared.clip.weights import permits
+from promptfed.shared.clip.permission import permits
 from promptfed.shared.data import Source
 from promptfed.shared.messages import Domain, EnrolmentInfo, EnrolRequest, Role
 from promptfed.shared.methods import METHODS, make_method

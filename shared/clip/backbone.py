@@ -15,6 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from promptfed.shared.clip.errors import BackboneError
+from promptfed.shared.clip.fingerprint import config_digest, content_key, weights_fingerprint
+from promptfed.shared.clip.recent import Recent
+from promptfed.shared.clip.tokenizers import tokenizer_of
 from promptfed.shared.clip.towers import copies, vision
 from promptfed.shared.clip.towers.dense import DenseEncoder
 from promptfed.shared.clip.towers.hub_text import text_tower_of
@@ -29,7 +32,6 @@ from promptfed.shared.clip.towers.text import (
     tracing,
 )
 from promptfed.shared.clip.towers.text import Path as TextPath
-from promptfed.shared.clip.weights import Recent, config_digest, content_key, tokenizer_of, weights_fingerprint
 from promptfed.shared.data.image_files import Cut, middle
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors.transfer import sent_to

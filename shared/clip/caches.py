@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from promptfed.shared import __version__, machine
 from promptfed.shared.clip.backbone import Backbone
-from promptfed.shared.clip.weights import config_digest
+from promptfed.shared.clip.fingerprint import config_digest
 from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.image_files import READERS
 from promptfed.shared.data.readers import Answer, Request, readers

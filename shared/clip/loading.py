@@ -26,15 +26,10 @@ from promptfed.shared import get_extra
 from promptfed.shared.clip.backbone import FILTERS, Backbone, Halves, Supports, finish
 from promptfed.shared.clip.embedded import EMBEDDED
 from promptfed.shared.clip.errors import BackboneError, near, one_line
+from promptfed.shared.clip.hub import expect_at_hand
+from promptfed.shared.clip.permission import expect_permitted
 from promptfed.shared.clip.towers import copies, plain, vision
-from promptfed.shared.clip.weights import (
-    expect_at_hand,
-    expect_permitted,
-    load_into,
-    read_weights,
-    unknown_weights,
-    weights_in,
-)
+from promptfed.shared.clip.weights import load_into, read_weights, unknown_weights, weights_in
 from promptfed.shared.data.image_files import Cut
 
 log = logging.getLogger("promptfed.clip")

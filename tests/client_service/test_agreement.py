@@ -37,7 +37,7 @@ from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.state import trained_images
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.clip import FeatureCache, load_backbone, shape_of
-from promptfed.shared.clip.weights import shape_by_name
+from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.data.source import Source
 from promptfed.shared.messages import EnrolmentInfo, SplitResult
 from promptfed.shared.methods import METHODS, make_method

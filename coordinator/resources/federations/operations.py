@@ -31,7 +31,7 @@ from promptfed.coordinator.store.opening import digest, write_secret
 from promptfed.coordinator.store.tables import EventRow, FederationRow
 from promptfed.shared.api.api_schemas import TokenRequest
 from promptfed.shared.canonical import canonical_json, parse_json
-from promptfed.shared.clip.weights import shape_by_name
+from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.methods import check_fits, make_method, resolve_spec, with_default_backbone
 from promptfed.shared.methods.core.checks import allowed_rounds, check_hopeless, check_sizes, check_texts
 from promptfed.shared.methods.core.default_backbone import data_in

@@ -15,9 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.towers import vision
+from promptfed.shared.clip.towers import BLOCK_KINDS, vision
 from promptfed.shared.clip.towers.text import LowRank, is_standard_block, run_block
-from promptfed.shared.clip.weights import BLOCK_KINDS
 
 OPEN_CLIP = {
     "ln_1": "transformer.resblocks.{}.ln_1.",

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from promptfed.shared.clip.embedded import EMBEDDED, photo, tiny
-from promptfed.shared.clip.weights import shape_by_name
+from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.data.schemes import all_drawn
 from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.spec.spec import BackboneShape

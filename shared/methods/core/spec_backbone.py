@@ -11,7 +11,7 @@ from typing import Any
 
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.embedded import EMBEDDED
-from promptfed.shared.clip.weights import permits
+from promptfed.shared.clip.permission import permits
 from promptfed.shared.methods import check_fits, method_for
 from promptfed.shared.methods.core.interface import Method, NeedsBackbone, ServerContext
 from promptfed.shared.seeds import initial_draws

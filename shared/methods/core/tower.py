@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
-from promptfed.shared.clip.weights import BLOCK_KINDS
+from promptfed.shared.clip.towers import BLOCK_KINDS
 from promptfed.shared.methods.core import heads, visual
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, HeadRate, LinearHead, TextHead

@@ -19,7 +19,7 @@ from promptfed.client_service.__main__ import main as client
 from promptfed.client_service.joining import doctor as doctor_module
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.state.site_log import read, verify
-from promptfed.shared.clip import shape_of, weights
+from promptfed.shared.clip import hub, shape_of
 from promptfed.shared.errors import PromptfedError
 from promptfed.shared.methods.core.spec_backbone import open_backbone
 from promptfed.shared.service.reasons import Exit
@@ -274,7 +274,7 @@ def test_a_client_checks_the_same_and_joins_nothing(
 
 def test_weights_that_cannot_be_had_are_one_line_that_says_how_to_bring_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(weights, "is_cached", lambda repository, file: False)
+    monkeypatch.setattr(hub, "is_cached", lambda repository, file: False)
     result = doctor("--model", "ViT-B-16", "--pretrained", "openai")
     assert result.exit_code == Exit.BAD_INPUT
     [line] = [line for line in result.output.splitlines() if line.startswith("fail  backbone")]

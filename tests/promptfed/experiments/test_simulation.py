@@ -468,7 +468,7 @@ def test_codes_of_a_clients_process_alone_are_a_failure(client: Exit, command: E
         running.tasks[asyncio.create_task(fail())] = "a"
         await running.wait(PATIENCE)
 
-    with pytest.raises(PromptfedError, match="^client a: why$") as failed:
+    with pytest.raises(PromptfedError, match=r"^client a: why$") as failed:
         asyncio.run(ended())
     assert exit_code(failed.value) == command
 

@@ -37,8 +37,8 @@ from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, caches,
 from promptfed.shared.clip.backbone import Halves
 from promptfed.shared.clip.caches import BATCH, DEVICE_BATCH, agreeing_slots, features_in
 from promptfed.shared.clip.embedded import tiny
+from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from promptfed.shared.clip.loading import VisualBackbone
-from promptfed.shared.clip.weights import config_digest, weights_fingerprint
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data import readers as data_readers
 from promptfed.shared.data.classes import SYMBOLS

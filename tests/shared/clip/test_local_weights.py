@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of, weights
+from promptfed.shared.clip import Backbone, BackboneError, hub, load_backbone, shape_of
+from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.clip.towers.text import LowRank
-from promptfed.shared.clip.weights import shape_by_name
 from tests.shared.clip.conftest import CLASS_NAMES, assert_image_weights_equal, assert_text_weights_equal, noise
 from tests.shared.clip.test_loading import KINDS, entry
 from tests.support.equality import assert_values
@@ -92,11 +92,11 @@ def test_weights_not_in_reach_are_told_soon(monkeypatch: pytest.MonkeyPatch, cap
 
     monkeypatch.setattr("open_clip.factory.download_pretrained", download)
     monkeypatch.setattr("open_clip.factory.download_pretrained_from_hf", download)
-    monkeypatch.setattr(weights, "is_cached", lambda repository, file: False)
+    monkeypatch.setattr(hub, "is_cached", lambda repository, file: False)
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # it takes connections and never answers
         for address in (f"http://127.0.0.1:{deaf.getsockname()[1]}", "http://127.0.0.1:9"):
             monkeypatch.setenv("HF_ENDPOINT", address)
-            monkeypatch.setattr(weights, "REACH_SECONDS", 0.5)
+            monkeypatch.setattr(hub, "REACH_SECONDS", 0.5)
             with pytest.raises(BackboneError) as caught:
                 load_backbone("ViT-B-16", "openai")
             for part in (
@@ -117,7 +117,7 @@ def test_weights_that_are_here_are_not_looked_for_elsewhere(monkeypatch: pytest.
     import huggingface_hub
 
     asked: list[str] = []
-    monkeypatch.setattr(weights, "unreachable", lambda address: asked.append(address))
+    monkeypatch.setattr(hub, "unreachable", lambda address: asked.append(address))
     folder = tmp_path / "models--timm--vit_base_patch16_clip_224.openai"
     (folder / "snapshots" / "abc").mkdir(parents=True)
     (folder / "refs").mkdir()
@@ -127,10 +127,10 @@ def test_weights_that_are_here_are_not_looked_for_elsewhere(monkeypatch: pytest.
     monkeypatch.setattr(
         huggingface_hub, "try_to_load_from_cache", lambda repo, file: find(repo, file, cache_dir=str(tmp_path))
     )
-    weights.expect_at_hand("ViT-B-16", "openai")
+    hub.expect_at_hand("ViT-B-16", "openai")
     assert not asked
-    weights.expect_at_hand("ViT-B-32", "openai")
-    assert asked == [weights.endpoint()]
+    hub.expect_at_hand("ViT-B-32", "openai")
+    assert asked == [hub.endpoint()]
 
 
 def test_own_weights_prepared_as_published(shaken: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from promptfed.shared.clip import Backbone, load_backbone, shape_of
 from promptfed.shared.clip.embedded import EMBEDDED
-from promptfed.shared.clip.weights import _ftfy, shape_by_name
+from promptfed.shared.clip.sizes import shape_by_name
+from promptfed.shared.clip.tokenizers import _ftfy
 
 TEXTS = ["a photo of a sun.", "don't   STOP\t!", "ankh & cross", "Ünïcode ☃ &amp; 12", "x" * 40, ""]
 
@@ -84,7 +85,7 @@ def test_nothing_of_open_clip_is_imported(name: str) -> None:
 import sys
 from PIL import Image
 from promptfed.shared.clip import load_backbone, shape_of
-from promptfed.shared.clip.weights import shape_by_name
+from promptfed.shared.clip.sizes import shape_by_name
 backbone = load_backbone("{name}", "embedded")
 backbone.fingerprint, shape_of(backbone), shape_by_name("{name}")
 backbone.encode_text(["a sun"]), backbone.encode_images(backbone.preprocess(Image.new("RGB", (50, 50)))[None])
