@@ -35,11 +35,12 @@ from promptfed.coordinator.resources.operators import routes as operators_routes
 from promptfed.coordinator.resources.results import routes as results_routes
 from promptfed.coordinator.resources.tasks import routes as tasks_routes
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store import opening
+from promptfed.coordinator.store import opening, tokens
+from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.blobs import DamagedBlob
 from promptfed.coordinator.store.bucket import ObjectStoreAway
-from promptfed.coordinator.store.database import DatabaseAway
-from promptfed.coordinator.store.opening import Signer, Store, open_store
+from promptfed.coordinator.store.opening import Store, open_store
+from promptfed.coordinator.store.signing import Signer
 from promptfed.coordinator.store.turns import TRY_SECONDS
 from promptfed.shared.messages import Problem
 from promptfed.shared.privacy.noise import Noise
@@ -189,7 +190,7 @@ async def _working(app: FastAPI, store: Store) -> AsyncIterator[None]:
     scheduler = Scheduler(registry)
     try:
         app.state.registry = registry
-        app.state.operator_digest = opening.digest(_first_token(settings))
+        app.state.operator_digest = tokens.digest(_first_token(settings))
         app.state.signer = Signer(settings.data_dir, settings.signing_key_file)
         app.state.uploads = Uploads(
             registry, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
@@ -205,7 +206,7 @@ async def _working(app: FastAPI, store: Store) -> AsyncIterator[None]:
 
 def _first_token(settings: Settings) -> str:
     given = settings.operator_token_file
-    return opening.given_operator_token(given) if given is not None else opening.operator_token(settings.data_dir)
+    return tokens.given_operator_token(given) if given is not None else tokens.operator_token(settings.data_dir)
 
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:

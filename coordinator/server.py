@@ -29,8 +29,8 @@ from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.resources.federations import operations as federations
 from promptfed.coordinator.resources.federations.operations import BootstrapFailed, read_spec
 from promptfed.coordinator.settings import Settings, unread
-from promptfed.coordinator.store import opening
-from promptfed.coordinator.store.database import CannotOpen, DatabaseAway
+from promptfed.coordinator.store import tokens
+from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway
 from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.shared.files import write_whole
 from promptfed.shared.machine import share_heaps
@@ -139,7 +139,7 @@ def serve(settings: Settings) -> int:
         else:
             place = store.database.backend.place
             log.info("listening on %s, data in %s, database at %s", base_url, settings.data_dir, place)
-            token = settings.data_dir / opening.OPERATOR_FILE
+            token = settings.data_dir / tokens.OPERATOR_FILE
             log.info("the operator's page is %s/; its token lies in %s", base_url, token)
             _warn_of_file_limit(app.state.registry)
         if settings.port_file is not None:

@@ -30,9 +30,10 @@ from promptfed.coordinator.engine import sums
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.blobs import Held, Stored, put_tensors, room
+from promptfed.coordinator.store.blobs import Held
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.queries import means_by_round
+from promptfed.coordinator.store.stored_tensors import Stored, put_tensors, room
 from promptfed.coordinator.store.tables import PhaseRow, StateRow, SumRow, TaskRow, UpdateRow
 from promptfed.shared.api.api_schemas import SelectionView
 from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes, needed_bytes

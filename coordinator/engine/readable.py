@@ -10,7 +10,7 @@ from sqlalchemy import JSON, Select, select, type_coerce
 
 from promptfed.coordinator.engine.recovery import DAMAGE
 from promptfed.coordinator.problems import first_error
-from promptfed.coordinator.store.database import one_line
+from promptfed.coordinator.store.backend import one_line
 from promptfed.coordinator.store.tables import Base, Lenient
 
 T = TypeVar("T")

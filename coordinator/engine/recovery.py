@@ -25,7 +25,7 @@ from promptfed.coordinator.domain.run_state import AskStatus, DueJob, Member, Ru
 from promptfed.coordinator.engine.recorder import open_task
 from promptfed.coordinator.problems import first_error
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.database import one_line
+from promptfed.coordinator.store.backend import one_line
 from promptfed.coordinator.store.tables import DELETING, ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
 from promptfed.shared.messages import ENDED, Domain, EnrolledProtection, FederationState, Role, TaskKind
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec

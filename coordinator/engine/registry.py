@@ -30,10 +30,11 @@ from promptfed.coordinator.engine.committer import Committer, RegistryClosed
 from promptfed.coordinator.engine.recorder import Change, Changes
 from promptfed.coordinator.engine.telemetry import LastSeen, Metrics
 from promptfed.coordinator.problems import MethodAbsent, NotFound
+from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.blobs import Blobs
-from promptfed.coordinator.store.database import Database, DatabaseAway
-from promptfed.coordinator.store.opening import Writable
+from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import OperatorRow
+from promptfed.coordinator.store.writable import Writable
 from promptfed.shared.messages import ENDED, TaskConfig
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 

@@ -26,8 +26,8 @@ from promptfed.coordinator.engine.audit import Operator
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.registry import Registry, wait
 from promptfed.coordinator.problems import NotFound, Refusal
+from promptfed.coordinator.store.backend import DatabaseAway, InUse
 from promptfed.coordinator.store.blobs import DamagedBlob
-from promptfed.coordinator.store.database import DatabaseAway, InUse
 from promptfed.coordinator.store.tables import OperatorRow, TokenRow
 from promptfed.shared.machine import give_back
 from promptfed.shared.messages import ENDED

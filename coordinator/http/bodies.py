@@ -30,9 +30,10 @@ from promptfed.coordinator.problems import (
     TooManyUploads,
     UploadTimeout,
 )
-from promptfed.coordinator.store.blobs import Upload, digest_of
+from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.opening import digest
+from promptfed.coordinator.store.tokens import digest
+from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.methods.core.checks import BYTES_PER_SECOND
 from promptfed.shared.service import digests
 

@@ -30,7 +30,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import has_expired
 from promptfed.coordinator.problems import OtherCertificate, StoreAway, TokenExpired, TooManyFailures, Unauthorized
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.opening import digest
+from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.api.api_schemas import LEVELS, OperatorRole
 from promptfed.shared.service.http_connection import LimitedHttpProtocol
 from promptfed.shared.service.net import certificate_hash, certificates_in, most_connections

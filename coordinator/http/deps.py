@@ -23,7 +23,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, OperatorCaller, address_of, authenticate
 from promptfed.coordinator.problems import MEDIA_TYPE, MethodAbsent, NotFound, Refusal, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.opening import Signer
+from promptfed.coordinator.store.signing import Signer
 from promptfed.shared.api.api_schemas import LEVELS, OperatorRole
 
 Known = TypeVar("Known", OperatorCaller, EnrollingCaller, ClientCaller)

@@ -8,47 +8,26 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
-import math
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Generic, TypeVar
 
-import numpy as np
-from numpy.typing import DTypeLike
-from sqlalchemy import delete, select
-
+from promptfed.coordinator.store.blob_rows import BlobRows
 from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectCache, ObjectStoreAway, fresh_key, write_hashed
-from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.tables import BlobRow, ObjectRow
+from promptfed.coordinator.store.remembered import Remembered
 from promptfed.shared.machine import sync_folder
-from promptfed.shared.methods.core.checks import LARGE
-from promptfed.shared.tensors import (
-    Array,
-    Arrays,
-    Room,
-    Shape,
-    TensorError,
-    decode,
-    decode_file,
-    encode,
-    encode_file,
-    size_of,
-)
+from promptfed.shared.tensors import Arrays, decode, decode_file
 
 SMALL_BYTES = 256 << 10  # up to here a blob is a row: as files, most of the time would go into making them durable
-AT_ONCE = 500  # digests that one statement names
 REMEMBERED_BYTES = 8 << 20
 ADMITTED_BYTES = 32 << 20
 
-Kept = TypeVar("Kept")
 Admitted = tuple[Arrays, float]
 """Of a small update from its admission to its aggregation: its tensors, and the norm of its change."""
 
@@ -56,84 +35,6 @@ log = logging.getLogger("promptfed.coordinator")
 PREFIX = "sha256:"
 LITTER_SECONDS = 3600.0
 UNREADABLE = (errno.ENOENT, errno.EIO)
-
-
-class BlobRows:
-    """The small blobs of a database, and the keys of its objects. ``Batch`` writes them."""
-
-    def __init__(self, database: Database):
-        self._database = database
-
-    def read(self, digests: Sequence[str]) -> dict[str, bytes]:
-        """The contents of the blobs that exist, by digest."""
-        with self._database.read() as session:
-            rows = session.connection().execute(
-                select(BlobRow.digest, BlobRow.content).where(BlobRow.digest.in_(digests))
-            )
-            return {row.digest: row.content for row in rows}
-
-    def keys(self, digests: Sequence[str]) -> dict[str, str]:
-        """The keys of the blobs that are objects, by digest."""
-        with self._database.read() as session:
-            query = select(ObjectRow.digest, ObjectRow.key).where(ObjectRow.digest.in_(digests))
-            return {row.digest: row.key for row in session.execute(query)}
-
-    def all(self) -> list[str]:
-        """Digests of all rows and objects."""
-        with self._database.read() as session:
-            return [*session.scalars(select(BlobRow.digest)), *session.scalars(select(ObjectRow.digest))]
-
-    def all_keys(self) -> set[str]:
-        """The keys of all objects."""
-        with self._database.read() as session:
-            return set(session.scalars(select(ObjectRow.key)))
-
-    def remove(self, digests: Iterable[str]) -> list[str]:
-        """Remove blobs; returns the keys of objects that are no longer used."""
-        wanted = sorted(digests)
-        keys: list[str] = []
-        for begin in range(0, len(wanted), AT_ONCE):
-            some = wanted[begin : begin + AT_ONCE]
-            with self._database.write() as session:
-                keys += session.scalars(select(ObjectRow.key).where(ObjectRow.digest.in_(some))).all()
-                session.execute(delete(BlobRow).where(BlobRow.digest.in_(some)))
-                session.execute(delete(ObjectRow).where(ObjectRow.digest.in_(some)))
-        return keys
-
-
-class Remembered(Generic[Kept]):
-    """What was used last of some blobs, up to ``most`` bytes of content."""
-
-    def __init__(self, most: int):
-        self._most = most
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, tuple[Kept, int]] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, digest: str) -> Kept | None:
-        """What is kept of the blob, if anything is."""
-        with self._lock:
-            if digest not in self._kept:
-                return None
-            self._kept.move_to_end(digest)
-            return self._kept[digest][0]
-
-    def add(self, digest: str, kept: Kept, size: int) -> None:
-        """Keep it, whose content has ``size`` bytes, and drop what was not used for longest."""
-        with self._lock:
-            if digest in self._kept or size > self._most:
-                return
-            self._kept[digest] = kept, size
-            self._bytes += size
-            while self._bytes > self._most:
-                self._bytes -= self._kept.popitem(last=False)[1][1]
-
-    def forget(self, digests: Iterable[str]) -> None:
-        """Forget these."""
-        with self._lock:
-            for digest in digests:
-                if digest in self._kept:
-                    self._bytes -= self._kept.pop(digest)[1]
 
 
 class DamagedBlob(Exception):
@@ -235,14 +136,14 @@ class Blobs:
             self._remembered.add(digest, held.small[digest], len(held.small[digest]))
 
     def places(self, digests: list[str]) -> list[bytes | Path]:
-        """As ``place`` for several blobs. Raises DamagedBlob for the first damaged one."""
+        """The bytes or the path of each of several blobs. Raises DamagedBlob for the first damaged one."""
         files = {digest: path for digest in digests if (path := self.path(digest)).exists()}
         whole = {digest for digest in files if self._is_whole(digest)}
         # A damaged file may have been mended by a row.
-        wanted = [digest for digest in digests if digest not in whole]
-        rows = self._rows.read(wanted) if self._rows is not None and wanted else {}
-        objects = self._objects([digest for digest in wanted if digest not in rows])
-        for digest in wanted:
+        missing = [digest for digest in digests if digest not in whole]
+        rows = self._rows.read(missing) if self._rows is not None and missing else {}
+        objects = self._objects([digest for digest in missing if digest not in rows])
+        for digest in missing:
             if digest not in objects:
                 _expect(digest, files.get(digest), rows.get(digest))
         if len(digests) == 1 and rows:
@@ -490,86 +391,3 @@ def _expect(digest: str, path: Path | None, content: bytes | None) -> None:
         raise DamagedBlob(digest, "is missing")
     actual = digest_of(content) if content is not None else digest_of_file(path) if path is not None else None
     raise DamagedBlob(digest, "cannot be read" if actual is None else f"has changed: its digest is {actual} now")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A stored blob: its digest and its size in bytes."""
-
-    digest: str
-    size: int
-
-
-def put_tensors(blobs: Blobs, held: Held, tensors: Arrays) -> Stored:
-    """Store tensors durably as safetensors; small ones wait for ``Change.keep``."""
-    if size_of(tensors) < LARGE:
-        content = encode(tensors)
-        return Stored(held.put(content), len(content))
-    temporary = blobs.temporary()
-    try:
-        encode_file(tensors, temporary)
-        with temporary.open("rb") as file:
-            digest = PREFIX + hashlib.file_digest(file, "sha256").hexdigest()
-        size = temporary.stat().st_size
-        held.adopt(temporary, digest)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return Stored(digest, size)
-
-
-@contextmanager
-def room(blobs: Blobs) -> Iterator[Room]:
-    """A block with tensors in temporary files, which are removed with the tensors."""
-    made: list[Path] = []
-
-    def allocate(shape: Shape, /, *, dtype: DTypeLike) -> Array:
-        if not math.prod(shape):  # An empty file cannot be mapped.
-            return np.empty(shape, dtype)
-        path = blobs.temporary()
-        made.append(path)
-        return np.memmap(path, dtype, mode="w+", shape=shape).view(np.ndarray)
-
-    try:
-        yield allocate
-    finally:
-        for path in made:
-            path.unlink(missing_ok=True)  # what is mapped stays for whoever has it
-
-
-@dataclass(frozen=True)
-class Upload:
-    """A body with its size in bytes and its digest; ``too_large`` if it was cut off at the limit.
-
-    A small one is in memory (``content``), a larger one is the file at ``path``.
-    """
-
-    path: Path
-    size: int
-    sha256: str
-    too_large: bool = False
-    content: bytes | None = None
-
-    def read(self) -> bytes:
-        """The whole body."""
-        return self.content if self.content is not None else self.path.read_bytes()
-
-    def tensors(self) -> tuple[Arrays, object | None]:
-        """Tensors and metadata. Raises TensorError."""
-        if self.content is None:
-            return decode_file(self.path)
-        try:
-            return decode(self.content)
-        except TensorError:
-            # The library says of bytes in other words what is wrong than of a file, and the texts are promised.
-            try:
-                self.path.write_bytes(self.content)
-                return decode_file(self.path)
-            finally:
-                self.path.unlink(missing_ok=True)
-
-    def keep(self, held: Held) -> None:
-        """Store it as a blob; a small one waits for ``Change.keep``."""
-        if self.content is not None:
-            held.add_small(self.content, self.sha256)
-        else:
-            held.adopt(self.path, self.sha256)

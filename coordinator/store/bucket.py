@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from promptfed.coordinator.store.database import CannotOpen, one_line
+from promptfed.coordinator.store.backend import CannotOpen, one_line
 from promptfed.shared import get_extra
 from promptfed.shared.machine import own_folder
 from promptfed.shared.service.net import is_loopback
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
-
 
 BLOBS = "blobs/"
 ID_KEY = "store.id"
@@ -79,12 +78,12 @@ class Bucket:
 
     def put(self, key: str, content: bytes | Path) -> None:
         """Store the bytes, or a file's, durably. Raises ObjectStoreAway."""
-        with self._asked():
+        with self._answering():
             self._store.put(key, content)
 
     def parts(self, key: str) -> Iterator[bytes]:
         """The bytes under ``key`` as they come. Raises NoObject, ObjectStoreAway."""
-        with self._asked():
+        with self._answering():
             for part in self._store.get(key).stream(min_chunk_size=PART):
                 yield bytes(part)
 
@@ -94,14 +93,14 @@ class Bucket:
 
     def remove(self, keys: Iterable[str]) -> None:
         """Remove the objects under ``keys`` that exist. Raises ObjectStoreAway."""
-        wanted = sorted(keys)
-        for begin in range(0, len(wanted), AT_ONCE):
-            with self._asked():
-                self._store.delete(wanted[begin : begin + AT_ONCE])
+        ordered = sorted(keys)
+        for begin in range(0, len(ordered), AT_ONCE):
+            with self._answering():
+                self._store.delete(ordered[begin : begin + AT_ONCE])
 
     def blobs(self) -> Iterator[tuple[str, float]]:
         """Keys of all blobs, and when each was put, in seconds of the epoch. Raises ObjectStoreAway."""
-        with self._asked():
+        with self._answering():
             for listed in self._store.list(BLOBS):
                 for blob in listed:
                     yield blob["path"], blob["last_modified"].timestamp()
@@ -121,7 +120,7 @@ class Bucket:
         """Write, read and remove a small object, or only ask for one, without patience. Raises ObjectStoreAway."""
         key = PROBE_KEY + secrets.token_hex(8) if writes else ID_KEY
         try:
-            with self._asked():
+            with self._answering():
                 if writes:
                     self._impatient.put(key, b"probe")
                 self._impatient.get(key).bytes()
@@ -133,7 +132,7 @@ class Bucket:
                 raise ObjectStoreAway(text) from None
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _answering(self) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError:  # obstore's word for an object that is not there
@@ -200,8 +199,8 @@ class ObjectCache:
 
     def _shrink(self) -> None:
         now = time.time()
-        known = sorted((copy.stat().st_mtime, copy) for copy in self._folder.iterdir())
-        for used, copy in known:
+        by_age = sorted((copy.stat().st_mtime, copy) for copy in self._folder.iterdir())
+        for used, copy in by_age:
             if self._bytes <= self._most or now - used < IN_USE_SECONDS:
                 return
             self._remove(copy)

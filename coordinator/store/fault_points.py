@@ -62,8 +62,8 @@ def arm(fault: str) -> None:
 
 def point(name: str) -> None:
     """Die here if it is armed."""
-    wanted, _, count = _armed.partition(":")
-    if name != wanted:
+    armed, _, count = _armed.partition(":")
+    if name != armed:
         return
     with _lock:
         _reached[name] += 1

@@ -1,79 +1,31 @@
-"""Opening the store: the data folder with its lock, signing key and tokens, and the database that belongs to it."""
+"""Opening the store: the data folder, and the database and the objects that belong to it."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import secrets
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from sqlalchemy import select, text
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import select
 
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.blobs import BlobRows, Blobs
+from promptfed.coordinator.store.backend import Backend, CannotOpen
+from promptfed.coordinator.store.blob_rows import BlobRows
+from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.bucket import Bucket, ObjectStoreAway
-from promptfed.coordinator.store.database import (
-    Backend,
-    CannotOpen,
-    Database,
-    DatabaseAway,
-    InUse,
-    PostgreSQL,
-    SQLite,
-    one_line,
-)
+from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.folder import ID_FILE, SQLITE_FILE, FolderLock, lock_folder
+from promptfed.coordinator.store.form import expect_this_version, migrate
+from promptfed.coordinator.store.postgres import PostgreSQL
+from promptfed.coordinator.store.sqlite import SQLite
 from promptfed.coordinator.store.tables import FederationRow, ObjectRow, StoreRow
 from promptfed.coordinator.store.turns import ObjectsWatch, Turn
-from promptfed.shared import machine
 from promptfed.shared.files import write_whole
-from promptfed.shared.service.reasons import why
 
 log = logging.getLogger("promptfed.coordinator")
-ID_FILE = "store.id"
-SQLITE_FILE = "coordinator.sqlite3"
-FRESH_SECONDS = 1.0  # for which an answer holds: whoever asks all the time is not to keep the disk busy
-PROBE_BYTES = 64 << 10
-KEY_FILE = "signing.key"
-OPERATOR_FILE = "operator.token"
-SHORTEST = 32
-
-
-class FolderInUse(InUse):
-    """Another coordinator uses the folder."""
-
-
-class FolderLock:
-    """A lock that the system releases when the process ends. Its file holds the process id."""
-
-    def __init__(self, folder: Path):
-        self._path = folder / "lock"
-        self._handle: int | None = None
-
-    def acquire(self) -> None:
-        """Take the lock. Raises FolderInUse."""
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        if not machine.try_lock(handle):
-            os.close(handle)
-            text = f"another coordinator works on {self._path.parent}: stop it, or give another --data-dir"
-            raise FolderInUse(text)
-        os.ftruncate(handle, 0)
-        os.write(handle, f"{os.getpid()}\n".encode())
-        self._handle = handle
-
-    def release(self) -> None:
-        """Free the folder for another coordinator."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
 
 
 @dataclass
@@ -153,18 +105,8 @@ class Waiting:
         self._lock.release()
 
 
-def lock_folder(settings: Settings) -> FolderLock:
-    """Make and lock the data folder. Raises FolderInUse, OSError."""
-    folder = settings.data_dir
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _close_to_others(folder)
-    lock = FolderLock(folder)
-    lock.acquire()
-    return lock
-
-
 def _opened(settings: Settings, lock: FolderLock, database: Database, bucket: Bucket | None) -> Store:
-    database.migrate()
+    migrate(database)
     blobs = Blobs(settings.data_dir, BlobRows(database), bucket)
     blobs.open()
     name = _tie(settings, blobs, database)
@@ -191,7 +133,7 @@ def open_to_look(settings: Settings) -> Store:
         if database.backend.in_folder and not (folder / SQLITE_FILE).exists():
             raise CannotOpen(f"the database {folder / SQLITE_FILE} is missing: put a backup back")
         database.connect(settings.database_wait_seconds)
-        database.expect_this_version()
+        expect_this_version(database)
         blobs = Blobs(folder, BlobRows(database), bucket, copies=False)
         if bucket is not None:
             blobs.open()  # What is looked at passes through the folder.
@@ -211,16 +153,6 @@ def _reached() -> Iterator[None]:
         yield
     except ObjectStoreAway as error:
         raise CannotOpen(str(error)) from None
-
-
-def _close_to_others(folder: Path) -> None:
-    """Set mode 0700 also on an existing folder: it holds the database and the updates."""
-    if folder.stat().st_mode & 0o077 == 0:
-        return
-    try:
-        folder.chmod(0o700)
-    except PermissionError:
-        log.warning("%s belongs to another user, and others may read what is in it: give it to this one", folder)
 
 
 def backend_of(settings: Settings, holder: str = "") -> Backend:
@@ -264,7 +196,7 @@ def _tie(settings: Settings, blobs: Blobs, database: Database) -> str:
 
 
 def _tie_objects(bucket: Bucket | None, database: Database, name: str) -> None:
-    """As ``_tie`` for an object store, whose objects without rows are removed too."""
+    """Give a new object store the database's name, and refuse another's: objects without rows are removed too."""
     if not _expect_objects(bucket, database, name) and bucket is not None:
         bucket.give_name(name)
 
@@ -289,119 +221,3 @@ def _expect_objects(bucket: Bucket | None, database: Database, name: str) -> boo
             "--store and the database as they were used before, or a new prefix and an empty database"
         )
     return name_there is not None
-
-
-class Writable:
-    """Checks on demand, at most once in ``FRESH_SECONDS``."""
-
-    def __init__(self, database: Database, blobs: Blobs):
-        self._database = database
-        self._blobs = blobs
-        self._lock = threading.Lock()
-        self._looked = -FRESH_SECONDS
-        self._why: str | None = None
-        self._cause = ""
-
-    def why_not(self) -> str | None:
-        """Why nothing can be written, without names of files and addresses; None if writing works."""
-        with self._lock:
-            if time.monotonic() - self._looked >= FRESH_SECONDS:
-                before, self._why = self._why, self._look()
-                self._looked = time.monotonic()
-                if self._why not in (None, before):
-                    log.error("%s: %s", self._why, self._cause)
-            return self._why
-
-    def _look(self) -> str | None:
-        try:
-            with self._database.write() as session:
-                session.execute(text("UPDATE store SET id = id"))
-            self._write_a_file()
-            if self._blobs.bucket is not None:
-                self._blobs.bucket.probe()
-        except (SQLAlchemyError, OSError, DatabaseAway) as error:
-            self._cause = one_line(getattr(error, "orig", None) or error)
-            if self._database.is_full(error):
-                return "nothing can be written: the disk is full, make room"
-            what = (
-                "the object store does not answer" if isinstance(error, ObjectStoreAway) else "nothing can be written"
-            )
-            return f"{what}: the coordinator's log says why"
-        return None
-
-    def _write_a_file(self) -> None:
-        path = self._blobs.temporary()
-        try:
-            with path.open("wb") as file:
-                file.write(bytes(PROBE_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            path.unlink(missing_ok=True)
-
-
-class Signer:
-    """Signs with the key of a data folder, which the first start creates, or with a ``given`` one.
-
-    Raises:
-        CannotOpen: the file holds no Ed25519 key, or the given file does not exist.
-    """
-
-    def __init__(self, data_dir: Path, given: Path | None = None):
-        path = given or data_dir / KEY_FILE
-        if given is not None and not given.exists():
-            raise CannotOpen(f"--signing-key-file {given} is missing: openssl genpkey -algorithm ed25519 -out {given}")
-        if not path.exists():
-            made = Ed25519PrivateKey.generate().private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-            write_whole(path, made, mode=0o600)
-        try:
-            key = serialization.load_pem_private_key(path.read_bytes(), None)
-        except (ValueError, TypeError):
-            key = None
-        if not isinstance(key, Ed25519PrivateKey):
-            raise CannotOpen(f"{path} holds no Ed25519 key: put back the one that was there, or delete it for another")
-        self._key = key
-        raw = key.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
-        self.public_key = raw.hex()
-
-    def sign(self, said: bytes) -> str:
-        """The signature, in hexadecimal."""
-        return self._key.sign(said).hex()
-
-
-def digest(token: str) -> str:
-    """SHA-256 of a token in hexadecimal."""
-    return hashlib.sha256(token.encode()).hexdigest()
-
-
-def new_token() -> str:
-    """256 random bits as text."""
-    return secrets.token_hex(32)
-
-
-def operator_token(data_dir: Path) -> str:
-    """The operator token of a data folder, created at the first start. Only the folder's owner can read it."""
-    path = data_dir / OPERATOR_FILE
-    if path.exists():
-        return path.read_text().strip()
-    token = new_token()
-    write_secret(path, token)
-    return token
-
-
-def given_operator_token(path: Path) -> str:
-    """The operator token in a file that several coordinators share. Raises CannotOpen."""
-    try:
-        token = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CannotOpen(f"--operator-token-file {path} cannot be read: {why(error)}") from None
-    if len(token) < SHORTEST:
-        raise CannotOpen(f"--operator-token-file {path} holds no token of {SHORTEST} characters: openssl rand -hex 32")
-    return token
-
-
-def write_secret(path: Path, text: str) -> None:
-    """Write ``text`` atomically to a file that only its owner can read."""
-    write_whole(path, f"{text}\n".encode(), mode=0o600)

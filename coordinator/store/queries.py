@@ -15,8 +15,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import InstrumentedAttribute, Session
 from sqlalchemy.sql.dml import Insert, Update
 
-from promptfed.coordinator.store.database import together
 from promptfed.coordinator.store.fault_points import point
+from promptfed.coordinator.store.postgres import together
 from promptfed.coordinator.store.tables import (
     AuditRow,
     Base,
@@ -109,7 +109,7 @@ def counted_clients(session: Session, id: str, round: int, step: int) -> tuple[s
 
 def means_by_round(session: Session, id: str, phase: str, selection: SelectionSpec) -> dict[int, float]:
     """By round, the mean of the clients' figures in the evaluations called ``phase`` that a selection looks at."""
-    told: dict[int, list[float]] = {}
+    figures: dict[int, list[float]] = {}
     answered = (PhaseRow.kind == "evaluate", PhaseRow.name == phase, TaskRow.status == "answered")
     query = tasks_with_phases(id).join(EvaluationRow, EvaluationRow.task_id == TaskRow.id).where(*answered)
     columns = query.with_only_columns(PhaseRow.round, type_coerce(EvaluationRow.body, Lenient()))
@@ -120,8 +120,8 @@ def means_by_round(session: Session, id: str, phase: str, selection: SelectionSp
             continue  # the round's report names it
         figure = None if value is None else getattr(value, selection.metric)
         if figure is not None:
-            told.setdefault(round, []).append(figure)
-    return {round: fmean(values) for round, values in told.items()}
+            figures.setdefault(round, []).append(figure)
+    return {round: fmean(values) for round, values in figures.items()}
 
 
 def spent_events(session: Session, id: str, client: str) -> list[Event]:
@@ -217,8 +217,8 @@ class Batch:
         session.flush()
         connection = session.connection()
         if self.objects:
-            known = select(ObjectRow.key).where(ObjectRow.digest.in_(self.objects)).order_by(ObjectRow.digest)
-            self.superseded += session.scalars(known.with_for_update())
+            keys = select(ObjectRow.key).where(ObjectRow.digest.in_(self.objects)).order_by(ObjectRow.digest)
+            self.superseded += session.scalars(keys.with_for_update())
         with together(connection):
             self._write(connection)
         for waiting in (self.blobs, self.objects, self.tokens, self.tasks, self.federations, self.phases):

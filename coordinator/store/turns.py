@@ -13,8 +13,10 @@ from collections.abc import Callable
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from promptfed.coordinator.store.backend import DatabaseAway, InUse, one_line
 from promptfed.coordinator.store.bucket import Bucket, ObjectStoreAway
-from promptfed.coordinator.store.database import Database, DatabaseAway, InUse, one_line
+from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.form import expect_this_version
 from promptfed.shared.machine import boot_time
 
 log = logging.getLogger("promptfed.coordinator")
@@ -66,16 +68,16 @@ class Turn:
         if not self._store_answers():
             self._warn("the object store does not answer")
             return False
-        asked = boot_time()
+        before = boot_time()
         self.database.backend.terminate_silent(SILENT_SECONDS)
         try:
             self.database.come_back()
         except InUse as error:
             self._warn(str(error))
             if expects_tables:
-                self.database.expect_this_version(or_none=True)
+                expect_this_version(self.database, or_none=True)
             return False
-        self._renewed = asked
+        self._renewed = before
         threading.Thread(target=self._renew_all, name="turn", daemon=True).start()
         return True
 
@@ -85,7 +87,7 @@ class Turn:
 
     def _renew_all(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
-            asked = boot_time()
+            before = boot_time()
             if not self.works:
                 self.end()  # Its time has run out: others may have had their turn since.
             elif not self._store_answers():
@@ -94,7 +96,7 @@ class Turn:
                 try:
                     if not self.database.backend.renew():
                         self.end()
-                    self._renewed = asked
+                    self._renewed = before
                     self._warned = ""
                 except (SQLAlchemyError, DatabaseAway) as error:
                     self._warn(f"the sign of life could not be written: {type(error).__name__}")
@@ -128,10 +130,10 @@ class ObjectsWatch:
             self._look()
 
     def _look(self) -> None:
-        asked, answered = boot_time(), self.answers()
+        before, answered = boot_time(), self.answers()
         try:
             self._bucket.probe(writes=False)
-            self._seen = asked
+            self._seen = before
         except ObjectStoreAway as error:
             if answered:
                 log.error("%s", error)

@@ -19,7 +19,7 @@ from promptfed.cli.main import app
 from promptfed.coordinator import server
 from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store import opening
+from promptfed.coordinator.store import writable
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database
 from promptfed.shared.service.process import given_settings
@@ -77,9 +77,7 @@ def test_the_app_imports_neither_torch_nor_what_is_seldom_needed() -> None:
 
 # A start on what a disk has left: one line and the right exit code, or everything goes on but what cannot be read.
 
-
 FILE = "coordinator.sqlite3"
-
 
 PAGE = 4096
 
@@ -215,7 +213,7 @@ def test_an_unreadable_federation_can_be_deleted(folder: Path, spec: str) -> Non
 
 
 def test_not_ready_where_nothing_can_be_written(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(writable, "FRESH_SECONDS", 0.0)
     ready = coordinator.http.get("/readyz")
     assert ready.json() == {"status": "ok"}
 

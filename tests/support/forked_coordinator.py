@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 
 from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.store import fault_points, queries
-from promptfed.coordinator.store.database import together
+from promptfed.coordinator.store.postgres import together
 from promptfed.shared.methods import METHODS
 from tests.support.two_phase import TwoPhase
 

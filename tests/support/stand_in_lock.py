@@ -15,7 +15,8 @@ from typing import Any
 from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError
 
-from promptfed.coordinator.store.database import InUse, SQLite
+from promptfed.coordinator.store.backend import InUse
+from promptfed.coordinator.store.sqlite import SQLite
 from promptfed.shared.machine import boot_time
 
 

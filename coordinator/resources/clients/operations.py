@@ -22,9 +22,9 @@ from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.recovery import client_of
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.opening import digest
 from promptfed.coordinator.store.queries import Row
 from promptfed.coordinator.store.tables import ClientRow, EventRow, TokenRow
+from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.messages import ENDED, MOST_PEERS, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes

@@ -16,8 +16,8 @@ from promptfed.coordinator.engine.recovery import token_of
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.resources.clients.operations import client_name, refused_enrolments
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.opening import digest, new_token
 from promptfed.coordinator.store.tables import ClientRow, TokenRow
+from promptfed.coordinator.store.tokens import digest, new_token
 from promptfed.shared.api.api_schemas import MintedToken, TokenPage, TokenRequest, TokenView
 from promptfed.shared.service.invitation import Invitation
 

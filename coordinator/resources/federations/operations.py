@@ -27,8 +27,8 @@ from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.resources.clients import tokens
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.opening import digest, write_secret
 from promptfed.coordinator.store.tables import EventRow, FederationRow
+from promptfed.coordinator.store.tokens import digest, write_secret
 from promptfed.shared.api.api_schemas import TokenRequest
 from promptfed.shared.canonical import canonical_json, parse_json
 from promptfed.shared.clip.sizes import shape_by_name

@@ -16,8 +16,8 @@ from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.audit import Operator
 from promptfed.coordinator.engine.registry import EVENTS, Registry
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.opening import digest, new_token
 from promptfed.coordinator.store.tables import OperatorRow
+from promptfed.coordinator.store.tokens import digest, new_token
 from promptfed.shared.api.api_schemas import MintedOperator, OperatorPage, OperatorRequest, OperatorView
 
 

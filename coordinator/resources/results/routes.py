@@ -37,14 +37,9 @@ from promptfed.coordinator.resources.federations import views
 from promptfed.coordinator.resources.results import rounds, verification
 from promptfed.coordinator.resources.results.exports import check_card
 from promptfed.coordinator.resources.results.facts import known_of
-from promptfed.coordinator.store.database import DatabaseAway
+from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.tables import EventRow
-from promptfed.shared.api.api_schemas import (
-    CardSignature,
-    PrivacyView,
-    RemarkList,
-    SpendList,
-)
+from promptfed.shared.api.api_schemas import CardSignature, PrivacyView, RemarkList, SpendList
 from promptfed.shared.api.export_card import Facts
 from promptfed.shared.api.report_schemas import ReplayReport, RoundPage, RoundReport
 from promptfed.shared.canonical import SIGNATURE_HEADER, export_statement, statement

@@ -26,9 +26,10 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import NoState, UpdatesGone, first_error
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.blobs import Blobs, DamagedBlob, digest_of, room
-from promptfed.coordinator.store.database import CannotOpen, DatabaseAway, one_line
+from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway, one_line
+from promptfed.coordinator.store.blobs import Blobs, DamagedBlob, digest_of
 from promptfed.coordinator.store.opening import Store, open_to_look
+from promptfed.coordinator.store.stored_tensors import room
 from promptfed.coordinator.store.tables import (
     DELETING,
     EvaluationRow,

@@ -35,10 +35,11 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.sums import attempt_of
 from promptfed.coordinator.engine.telemetry import where
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.blobs import Blobs, Held, Upload, digest_of, digest_of_file
+from promptfed.coordinator.store.blobs import Blobs, Held, digest_of, digest_of_file
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, TaskRow, UpdateRow
+from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.api.report_schemas import SpentPrivacy
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import ENDED, EvaluationRequest, FailureRequest, SpendReport, TaskConfig, UpdateMetadata

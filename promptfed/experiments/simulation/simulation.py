@@ -29,8 +29,8 @@ from promptfed.console.output import full_disk, new_folder
 from promptfed.console.progress import Snapshot
 from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.database import CannotOpen
-from promptfed.coordinator.store.opening import OPERATOR_FILE
+from promptfed.coordinator.store.backend import CannotOpen
+from promptfed.coordinator.store.tokens import OPERATOR_FILE
 from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.preparation import SimulationSetup, open_site, prepare, warm_all
 from promptfed.experiments.simulation.processes import computing_processes, usual_pool

@@ -12,7 +12,8 @@ import torch
 
 from promptfed.coordinator.aggregation import rows, rules
 from promptfed.coordinator.aggregation.rules import Rule, weighted_mean
-from promptfed.coordinator.store.blobs import Blobs, put_tensors, room
+from promptfed.coordinator.store.blobs import Blobs
+from promptfed.coordinator.store.stored_tensors import put_tensors, room
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.checks import check_sizes, exchanged, needed_bytes, update_limit
 from promptfed.shared.methods.core.interface import ClientUpdate, Method, MethodError, ServerContext
@@ -85,7 +86,7 @@ def test_a_file_of_tensors_has_the_bytes_of_memory(tmp_path: Path, monkeypatch: 
     tensors = arrays_of(torch_tensors) | {"d": np.arange(16.0, dtype=np.float32).reshape(4, 4).T}
     encode_file(tensors, tmp_path / "file", {"task": "ü"})
     assert (tmp_path / "file").read_bytes() == encode(tensors, {"task": "ü"})
-    monkeypatch.setattr("promptfed.coordinator.store.blobs.LARGE", 0)
+    monkeypatch.setattr("promptfed.coordinator.store.stored_tensors.LARGE", 0)
     blobs = Blobs(tmp_path)
     blobs.open()
     with blobs.hold() as held:
@@ -137,7 +138,6 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
 
 
 # Whole towers: the disk that they need is looked at before the start.
-
 
 BYTES = 4 * 87_849_216  # of a ViT-B/32's tower
 

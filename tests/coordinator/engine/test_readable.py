@@ -12,8 +12,10 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from promptfed.coordinator.store.database import Database, SQLite
-from promptfed.coordinator.store.opening import SQLITE_FILE
+from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.folder import SQLITE_FILE
+from promptfed.coordinator.store.form import expect_this_version
+from promptfed.coordinator.store.sqlite import SQLite
 from promptfed.shared.privacy.accounting import training_event
 from promptfed.testing.clients import ScriptedClient, drive, trained, update_body
 from promptfed.testing.coordinator import OperatorCalls
@@ -193,7 +195,7 @@ def test_a_store_of_before_is_read_with_what_clients_had_made_up(tmp_path: Path)
         assert "the update of d: privacy" in phase["unreadable"][0] or "ledger_epsilon" in phase["unreadable"][0]
         next_updates_count_what_was_spent_before(coordinator, own)
     store = Database(SQLite(folder / SQLITE_FILE))
-    store.expect_this_version()
+    expect_this_version(store)
     store.close()
 
 

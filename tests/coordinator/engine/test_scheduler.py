@@ -18,7 +18,7 @@ from promptfed.coordinator.domain import clock
 from promptfed.coordinator.engine import jobs, scheduler
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import OperatorCaller
-from promptfed.coordinator.store.opening import digest
+from promptfed.coordinator.store.tokens import digest
 from promptfed.shared import machine
 from promptfed.testing.clients import DEADLINE, bearer, drive
 from tests.support.coordinators import InThread, Make, in_thread

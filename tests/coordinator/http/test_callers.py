@@ -16,8 +16,8 @@ from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.http.bodies import NOTHING, JsonBody
 from promptfed.coordinator.server import _bind
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.database import CannotOpen
-from promptfed.coordinator.store.opening import Signer
+from promptfed.coordinator.store.backend import CannotOpen
+from promptfed.coordinator.store.signing import Signer
 from promptfed.shared.canonical import is_signed, statement
 from promptfed.testing.clients import bearer, content_digest, enrolment, secret_of, spec, update_body
 from tests.support.coordinators import InThread, Make, in_thread

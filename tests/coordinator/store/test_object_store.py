@@ -15,8 +15,8 @@ from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.engine import scheduler
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import blobs
+from promptfed.coordinator.store.backend import CannotOpen
 from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectCache, ObjectStoreAway, fresh_key
-from promptfed.coordinator.store.database import CannotOpen
 from promptfed.coordinator.store.opening import open_store
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread

@@ -25,8 +25,10 @@ from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.engine.telemetry import JsonFormatter
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import fault_points
-from promptfed.coordinator.store.database import CannotOpen, Database, DatabaseAway, InUse, PostgreSQL
+from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway, InUse
+from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.opening import Store, open_store
+from promptfed.coordinator.store.postgres import PostgreSQL
 from promptfed.coordinator.store.tables import EventRow, FederationRow, TokenRow
 from promptfed.shared.methods import METHODS
 from promptfed.testing.clients import DEADLINE, drive
@@ -307,17 +309,13 @@ def test_text_that_a_database_cannot_hold_is_refused_or_kept(coordinator: InThre
 
 # A database that goes away in the middle: 503 until it is back, and the run ends where an undisturbed one ends.
 
-
 ROUNDS = 3
-
 
 FAULTS = ("start-before-commit", "payloads-before-commit", "evaluation-entered", "group-before-commit")
 FAULTS += ("update-checked", "update-entered", "group-stepped", "blob-row-written", "group-committed")
 FAULTS += ("phase-closed", "aggregate-computed", "state-before-commit", "state-committed")
 
-
 NAME = "promptfed coordinator"
-
 
 WRITER = "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted"
 

@@ -13,8 +13,11 @@ from sqlalchemy import select, text
 
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.resources.federations import routes as federations
-from promptfed.coordinator.store import database, opening, turns
-from promptfed.coordinator.store.database import CannotOpen, Database, DatabaseAway, InUse, PostgreSQL
+from promptfed.coordinator.store import form, opening, turns
+from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway, InUse
+from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.form import migrate
+from promptfed.coordinator.store.postgres import PostgreSQL
 from promptfed.coordinator.store.tables import EventRow
 from promptfed.coordinator.store.turns import Turn
 from promptfed.shared.machine import boot_time
@@ -172,7 +175,7 @@ def test_tables_of_another_version_are_not_waited_for(
 ) -> None:
     one = start()
     wait_for("its turn", lambda: works(one))
-    monkeypatch.setattr(database, "_forms", lambda: ["0026", "0029"])
+    monkeypatch.setattr(form, "_revisions", lambda: ["0026", "0029"])
     settings = one.settings.model_copy(update={"data_dir": tmp_path / "late", "database_wait_seconds": 0.5})
     waiting = opening.Waiting(settings)
     try:
@@ -203,7 +206,7 @@ def test_only_the_session_of_the_row_is_terminated(postgres: PostgresServer) -> 
     one, two = Database(first), Database(second)
     try:
         one.come_back()
-        one.migrate()
+        migrate(one)
         assert first.renew()
         second.terminate_silent(5.0)
         with pytest.raises(InUse):

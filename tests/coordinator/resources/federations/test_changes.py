@@ -161,7 +161,8 @@ def test_mutated_updates_are_refused_or_good_and_never_break_anything(tmp_path_f
 def judged(registry: Registry, live: Any, client: Any, task: dict[str, Any], body: bytes) -> str | None:
     """The kind of the refusal that a body meets, or None: the examination by itself, without storing."""
     from promptfed.coordinator.problems import Refusal
-    from promptfed.coordinator.store.blobs import Upload, digest_of
+    from promptfed.coordinator.store.blobs import digest_of
+    from promptfed.coordinator.store.upload import Upload
 
     path = registry.blobs.temporary()
     path.write_bytes(body)
@@ -235,9 +236,7 @@ def test_who_is_withdrawn_and_deleted_leaves_the_state(coordinator: InThread, me
 
 # A disk that lies: damaged bytes are noticed and named, and the federation waits until they are put back.
 
-
 PLACES = ("rows", "files")
-
 
 HOWS = ("flipped", "truncated", "missing")
 

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.engine import retention, scheduler
 from promptfed.coordinator.resources.results import rounds
 from promptfed.coordinator.resources.results import routes as results
-from promptfed.coordinator.store.database import DatabaseAway
+from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.tables import BlobRow
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
 from promptfed.testing.clients import ScriptedClient
@@ -138,9 +138,7 @@ def test_an_answer_that_cannot_be_finished_is_cut_off_and_one_that_cannot_begin_
 
 # What a round costs does not depend on how many rounds came before it.
 
-
 CLIENTS = ("a", "b", "c")
-
 
 STEPS = 10  # instructions of SQLite's machine between two counts
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from promptfed.coordinator.store.blobs import Upload
+from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.tensors.torch_tensors import decode
 from promptfed.testing.clients import ScriptedClient, content_digest, drive, trained, update_body
 from tests.support.coordinators import InThread

@@ -1,0 +1,144 @@
+"""Blobs lie under their digest, durably, for as long as somebody holds or names them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from promptfed.coordinator.store import blobs
+from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
+from promptfed.testing.clients import update_body
+from tests.support.coordinators import InProcess
+from tests.support.durable import Second, synced_by
+from tests.support.open_phases import open_first_phase
+
+
+def test_blobs_lie_under_their_digest_and_are_kept_while_held(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    blobs.open()
+    with blobs.hold() as held:
+        digest = held.put(b"abc")
+        assert digest == "sha256:" + hashlib.sha256(b"abc").hexdigest()
+        assert held.put(b"abc") == digest
+        assert blobs.read(digest) == b"abc"
+        assert blobs.all() == [digest]
+        assert blobs.remove([digest]) == [], "someone is about to commit a row that names it"
+    assert blobs.remove([digest]) == [digest]
+    assert blobs.all() == []
+    with pytest.raises(DamagedBlob, match="is missing"):
+        blobs.read(digest)
+
+
+def test_a_blob_is_synced_before_its_rename_and_its_folders_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blobs_are_files: None
+) -> None:
+    store = Blobs(tmp_path)
+    store.open()
+    monkeypatch.setattr(store, "temporary", lambda: store.incoming / "t")
+    name = hashlib.sha256(b"abc").hexdigest()
+    folder, above = f"blobs/{name[:2]}", store.path(f"sha256:{name}").parents[1]
+
+    def put(content: bytes) -> None:
+        with store.hold() as held:
+            held.put(content)
+
+    renamed = [("sync", "incoming/t"), ("rename", f"{folder}/{name}")]
+    assert synced_by(monkeypatch, above, lambda: put(b"abc")) == [
+        *renamed, ("sync", "blobs"), ("sync", folder),
+    ]  # fmt: skip
+    assert synced_by(monkeypatch, above, lambda: put(b"abc")) == [], "it is there"
+    store.remove([f"sha256:{name}"])
+    with monkeypatch.context() as patch:
+        patch.setattr(blobs, "sync_folder", lambda folder: (_ for _ in ()).throw(OSError("no power")))
+        with pytest.raises(OSError, match="no power"):
+            put(b"abc")
+    assert synced_by(monkeypatch, above, lambda: put(b"abc")) == [
+        ("sync", "blobs"),
+        ("sync", folder),
+    ]
+
+
+def test_an_update_that_was_accepted_is_on_the_disk(
+    coordinator: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blobs_are_files: None
+) -> None:
+    _, (a, _), (task, _) = open_first_phase(coordinator)
+    body = update_body({"context": torch.ones(4, 8)}, task)
+    place = coordinator.registry.blobs.path(blobs.digest_of(body)).relative_to(tmp_path)
+    done = synced_by(monkeypatch, tmp_path / "data", lambda: a.send(task, body))
+    renamed = done.index(("rename", str(place)))
+    assert done[renamed - 1][0] == "sync"
+    assert done[renamed - 1][1].startswith("data/incoming/")
+    assert done[renamed + 1 : renamed + 3] == [("sync", str(place.parents[1])), ("sync", str(place.parent))]
+
+
+def test_a_blob_that_is_about_to_be_named_is_not_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blobs_are_files: None
+) -> None:
+    store, unlink = Blobs(tmp_path), Path.unlink
+    store.open()
+    with store.hold() as held:
+        digest = held.put(b"abc")
+
+    def put_again() -> None:
+        with store.hold() as held:
+            held.put(b"abc")
+            assert store.read(digest) == b"abc"
+
+    second = Second(put_again)
+
+    def removed(path: Path, missing_ok: bool = False) -> None:
+        if path == store.path(digest):
+            second.inside()
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", removed)
+    store.remove([digest])
+    assert second.end(), "it waited, and wrote the blob anew"
+
+
+def test_a_file_is_read_again_once_it_was_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Blobs(tmp_path)
+    store.open()
+    read: list[Path] = []
+    digest_of_file = blobs.digest_of_file
+    monkeypatch.setattr(blobs, "digest_of_file", lambda path: read.append(path) or digest_of_file(path))
+    with store.hold() as held:
+        digest = held.put(b"abc")
+    assert [store.read(digest), store.read(digest)] == [b"abc", b"abc"]
+    assert not read, "nobody has written to it since it was kept"
+    again = Blobs(tmp_path)
+    assert [again.read(digest), again.read(digest)] == [b"abc", b"abc"]
+    assert len(read) == 1, "what another process wrote is read once"
+    path, before = store.path(digest), store.path(digest).stat().st_mtime_ns
+    path.write_bytes(b"abd")
+    os.utime(path, ns=(before + 1, before + 1))  # clocks of file systems tick every few milliseconds
+    for one in (store, again):
+        for _ in range(2):
+            with pytest.raises(DamagedBlob, match="has changed"):
+                one.read(digest)
+
+
+def test_updates_wait_in_memory_within_a_bound_and_not_beyond_their_removal(tmp_path: Path) -> None:
+    store = Blobs(tmp_path)
+    store.open()
+    with store.hold() as held:
+        first = held.put(b"an update")
+    store.admitted.add(first, ({}, 1.0), 9)
+    assert store.admitted.get(first) == ({}, 1.0)
+    store.remove([first])
+    assert store.admitted.get(first) is None
+    for number in range(3):
+        store.admitted.add(f"sha256:{number}", ({}, float(number)), blobs.ADMITTED_BYTES // 2)
+    assert [store.admitted.get(f"sha256:{number}") for number in range(3)] == [None, ({}, 1.0), ({}, 2.0)]
+
+
+def test_what_cut_off_uploads_left_is_removed_at_the_start(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    blobs.open()
+    blobs.temporary().write_bytes(b"half")
+    blobs.open()
+    assert list(blobs.incoming.iterdir()) == []

@@ -1,0 +1,34 @@
+"""The data folder's lock and mode."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.folder import FolderInUse, FolderLock
+from promptfed.coordinator.store.opening import open_store
+
+
+def test_one_lock_per_folder(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.acquire()
+    with pytest.raises(FolderInUse, match="another coordinator"):
+        second.acquire()
+    first.release()
+    second.acquire()
+    second.release()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_the_data_folder_is_for_its_owner_alone_also_where_it_was_there_before(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    folder.chmod(mode)
+    open_store(Settings(data_dir=folder)).close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    new = tmp_path / "new"
+    open_store(Settings(data_dir=new)).close()
+    assert stat.S_IMODE(new.stat().st_mode) == 0o700
