@@ -48,7 +48,7 @@ from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.data import Source
 from promptfed.shared.messages import ENDED, EnrolmentInfo
 from promptfed.shared.methods import check_fits
-from promptfed.shared.methods.core.interface import Method, MethodError, ReadsDomains
+from promptfed.shared.methods.core.interface import Method, MethodError
 from promptfed.shared.spec.spec import BackboneSpec, SpecError
 
 ANSWER_SECONDS = 5.0  # that a coordinator gets to answer
@@ -235,7 +235,7 @@ class Examination:
         method.check_classes(space)
         method.check_texts(backbone, space, info.template or source.template)
         domain = domain_of(source)
-        if domain is not None and settings.role == "trainer" and isinstance(method, ReadsDomains):
+        if domain is not None and settings.role == "trainer":
             method.check_domain(backbone, space, domain)
         own = source.train if settings.role == "trainer" else source.test
         limits = floor_of(self.policy), states_of(self.policy)

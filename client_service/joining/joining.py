@@ -61,7 +61,7 @@ from promptfed.shared.data.identity import DataIdentity
 from promptfed.shared.data.identity import identity_of as identity_of_data
 from promptfed.shared.messages import ENDED, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import check_fits
-from promptfed.shared.methods.core.interface import Method, MethodError, ReadsDomains
+from promptfed.shared.methods.core.interface import Method, MethodError
 from promptfed.shared.spec.spec import BackboneShape
 
 log = logging.getLogger("promptfed.client")
@@ -299,7 +299,7 @@ class Joining:
         try:
             for names, template in spaces:
                 method.check_texts(work.backbone, names, info.template or template)
-            if data.domain is not None and self.settings.role == "trainer" and isinstance(method, ReadsDomains):
+            if data.domain is not None and self.settings.role == "trainer":
                 method.check_domain(work.backbone, spaces[0][0], data.domain)
         except BackboneError as error:
             raise ClientError(Exit.BAD_INPUT, str(error)) from None

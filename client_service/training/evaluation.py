@@ -15,7 +15,6 @@ from promptfed.shared.methods.core.interface import (
     SHARE,
     Classifier,
     ClientContext,
-    HasVariants,
     Method,
     MethodError,
     Mixes,
@@ -106,8 +105,7 @@ class Evaluation:
                         first = main.among(context)
                     else:
                         first = method.classifier(context, payload, private)
-                    further = method.variants(context, payload, private) if isinstance(method, HasVariants) else {}
-                    made[names] = {"": first, **further}
+                    made[names] = {"": first, **method.variants(context, payload, private)}
                 for variant, classifier in made[names].items():
                     key = name + VARIANT + variant if variant else name
                     splits |= _there(key, self._measure(name, context, classifier, variant))

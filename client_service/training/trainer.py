@@ -49,7 +49,6 @@ from promptfed.shared.methods.core.interface import (
     Method,
     MethodError,
     Phase,
-    Prepares,
     Protection,
     TrainResult,
 )
@@ -428,8 +427,7 @@ class TaskWork:
         private, provenance = self.state.committed()
         digest = _digest(peers)
         if self.role == "trainer" and provenance.peers != digest:
-            if isinstance(method, Prepares):
-                private = method.prepare(context, private)
+            private = method.prepare(context, private)
             self.state.commit_prepared(private, replace(provenance, peers=digest))
         return private, digest
 

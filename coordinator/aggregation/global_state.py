@@ -21,17 +21,14 @@ from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.shared import seeds
 from promptfed.shared.methods.core.interface import (
-    AdoptsStates,
-    ChecksClients,
     ClientUpdate,
-    ForgetsClients,
-    GrowsWithClients,
     Method,
     MethodError,
     NeedsBackbone,
     Phase,
     ServerContext,
     computed,
+    has_own,
 )
 from promptfed.shared.tensors import (
     SERVER,
@@ -177,8 +174,7 @@ def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) 
     Raises:
         NeedsBackbone, MethodError, TensorError: there is none for these clients and this backbone.
     """
-    if isinstance(federation.method, ChecksClients):
-        federation.method.check_clients(context)
+    federation.method.check_clients(context)
     if federation.supplied_state is not None:
         supplied, _ = decode(blobs.read(federation.supplied_state))
         tensors = adopted(federation, supplied, context)
@@ -209,7 +205,7 @@ def _made(federation: Federation, context: ServerContext) -> Arrays:
 
 def adopted(federation: Federation, supplied: Arrays, context: ServerContext) -> Arrays:
     """The supplied state of round 0, adapted to the clients of ``context``."""
-    if not isinstance(federation.method, AdoptsStates):
+    if not has_own(federation.method, "adopt"):
         return supplied
     adopted: Arrays = call(federation, "adopt", supplied, context)
     return adopted
@@ -221,7 +217,7 @@ def joined(federation: Federation, state: Arrays, roster: Sequence[str], newcome
     state = method_part(state)
     for name in newcomers:
         present.append(name)
-        if isinstance(federation.method, GrowsWithClients):
+        if has_own(federation.method, "join"):
             state = call(federation, "join", state, federation.clients[name].info(), federation.context(present))
     state = state | moments
     check_state(federation, state, federation.context(present))
@@ -231,7 +227,7 @@ def joined(federation: Federation, state: Arrays, roster: Sequence[str], newcome
 def forgotten(federation: Federation, state: Arrays, client: str, context: ServerContext) -> Arrays:
     """The state without the client's own part; the same object if there is none."""
     own = method_part(state)
-    if not isinstance(federation.method, ForgetsClients):
+    if not has_own(federation.method, "forget"):
         return state
     after: Arrays = call(federation, "forget", own, federation.clients[client].info(), context)
     if after.keys() == own.keys() and all(np.array_equal(after[name], own[name]) for name in own):

@@ -39,11 +39,11 @@ from promptfed.shared.api.api_schemas import SelectionView
 from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes, needed_bytes
 from promptfed.shared.methods.core.interface import (
     Measured,
-    MeasuresPhases,
     MethodError,
     NeedsBackbone,
     Phase,
     ServerContext,
+    has_own,
 )
 from promptfed.shared.plain_text import counted
 from promptfed.shared.secagg import SecureError
@@ -124,7 +124,7 @@ def note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -
 
 
 def _measured(federation: Federation, before: Arrays, phase: Phase, after: Arrays, context: ServerContext) -> Measured:
-    if not isinstance(federation.method, MeasuresPhases):
+    if not has_own(federation.method, "measure"):
         return Measured()
     measured: Measured = call(federation, "measure", method_part(before), phase, method_part(after), context)
     return measured

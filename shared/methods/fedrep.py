@@ -109,7 +109,7 @@ class FedRoD(WeightMethod):
         head = LinearHead(head.names, head.weight + own.weight, head.bias + own.bias)
         return self.classify(self.tower(context, payload, private), head, context)
 
-    def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, ImageClassifier]:
+    def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """``generic``: by G alone, for those who have a Q."""
         if OWN_HEAD not in private:
             return {}

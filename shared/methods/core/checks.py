@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 
 from promptfed.shared.methods.core.interface import (
-    AdoptsStates,
-    GrowsWithClients,
     Method,
     MethodError,
     Phase,
-    Prepares,
     ServerContext,
+    has_own,
 )
 from promptfed.shared.privacy import accounting
 from promptfed.shared.privacy.accounting import Drowned, PrivacyError, budget_rounds, client_event
@@ -280,7 +278,7 @@ def check_privacy(method: Method, spec: FederationSpec) -> None:
         raise MethodError(
             f"{method.name} cannot be trained at level sample ({method.unprotected}): take another method"
         )
-    if isinstance(method, Prepares):
+    if has_own(method, "prepare"):
         raise MethodError(
             f"{method.name} cannot be trained at level sample (what it prepares has no noise): take another"
         )
@@ -319,7 +317,7 @@ def check_selection(method: Method, spec: FederationSpec) -> None:
         raise MethodError(f"{text}: leave selection, or privacy and secure_aggregation, out")
     if spec.retention != "all":
         raise MethodError("the chosen round may be an early one: give retention all")
-    if isinstance(method, GrowsWithClients | AdoptsStates):
+    if has_own(method, "join", "adopt"):
         raise MethodError(f"the state of {method.name} grows with its clients, and an early one lacks later ones")
 
 

@@ -457,6 +457,14 @@ class TrainResult:
         object.__setattr__(self, "private", {name: tensor.detach().cpu() for name, tensor in self.private.items()})
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Numbers that the server half measured when it closed a phase: of the ``phase``, and of ``clients`` by name."""
+
+    phase: dict[str, float] = field(default_factory=dict)
+    clients: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
 class Method(ABC):
     """One federated method with its hyperparameters ``hyper``.
 
@@ -617,67 +625,46 @@ class Method(ABC):
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
         """This client's classifier over ``context.class_names``."""
 
-
-@runtime_checkable
-class AdoptsStates(Protocol):
-    """A method whose initial state depends on the clients."""
+    # What a method may have beyond: `has_own` says whether it does
 
     def adopt(self, state: Tensors, context: ServerContext) -> Tensors:
         """The supplied ``state`` of round 0, fitted to the clients of ``context``."""
+        return state
 
-
-@runtime_checkable
-class ChoosesClients(Protocol):
-    """A method in which not every client can take part."""
-
-    def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:
+    def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:  # noqa: B027
         """Raise MethodError if ``client`` cannot enrol in addition to the active clients of ``context``.
 
         ``former``: the client's earlier record if it returns under its name after a reset.
         """
 
-
-@runtime_checkable
-class ChecksClients(Protocol):
-    """A method that cannot start with every set of clients."""
-
-    def check_clients(self, context: ServerContext) -> None:
+    def check_clients(self, context: ServerContext) -> None:  # noqa: B027
         """Raise MethodError if a federation cannot start with the clients of ``context``."""
 
-
-@runtime_checkable
-class GrowsWithClients(Protocol):
-    """A method whose state has a part for each client or domain."""
-
     def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
-        """The state after ``client`` joined a federation that has started."""
-
-
-@runtime_checkable
-class ForgetsClients(Protocol):
-    """A method whose state stores data of single clients."""
+        """The state after ``client`` joined a federation that has started: it may have a part for each of them."""
+        return state
 
     def forget(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
         """The state without the data of ``client``, whose updates are deleted; the same object if there are none.
 
         Aggregates to which other clients contributed stay unchanged.
         """
+        return state
 
+    def measure(self, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
+        """Finite numbers for the report of ``phase``, such as PLAN's attention shares γ, from the states around it."""
+        return Measured()
 
-@runtime_checkable
-class ReadsDomains(Protocol):
-    """A method that uses a client's domain description in texts."""
-
-    def check_domain(self, backbone: Backbone, class_names: tuple[str, ...], domain: Domain) -> None:
-        """Raise BackboneError if the description of the client's ``domain`` is too long for these texts."""
-
-
-@runtime_checkable
-class Prepares(Protocol):
-    """A method whose clients compute something before their first training."""
+    def check_domain(self, backbone: Backbone, class_names: tuple[str, ...], domain: Domain) -> None:  # noqa: B027
+        """Raise BackboneError if the description of the client's ``domain`` is too long for this method's texts."""
 
     def prepare(self, context: ClientContext, private: Tensors) -> Tensors:
-        """Private state before training; computed once, and again when the peers change."""
+        """Private state before the first training; computed once, and again when the peers change."""
+        return private
+
+    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+        """Classifiers that evaluations measure in addition to `classifier`, by their names in reports."""
+        return {}
 
 
 @runtime_checkable
@@ -686,6 +673,11 @@ class Retargets(Protocol):
 
     def among(self, context: ClientContext) -> Classifier:
         """The same classifier over ``context.class_names``."""
+
+
+def has_own(method: Method, *names: str) -> bool:
+    """Whether a method has one of these functions of its own, which `Method` leaves without effect."""
+    return any(getattr(type(method), name) is not getattr(Method, name) for name in names)
 
 
 def check_admission(
@@ -700,7 +692,7 @@ def check_admission(
             f"{method.name} classifies with what each client trains: an evaluator has none; enrol it as a trainer, or "
             "take a method whose classifier is shared, such as one with head: text"
         )
-    if isinstance(method, ChoosesClients):
+    if has_own(method, "admit"):
         method.admit(client, former, others())
 
 
@@ -725,30 +717,6 @@ def needs_torch_always(method: Method) -> bool:
     """Whether a federation of ``method`` cannot run without torch in the coordinator."""
     names = ("initial_state", "adopt", "join", "forget", "payload", "aggregate", "measure")
     return any(computed(method, name) == "torch" for name in names)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Numbers that the server half measured when it closed a phase: of the ``phase``, and of ``clients`` by name."""
-
-    phase: dict[str, float] = field(default_factory=dict)
-    clients: dict[str, dict[str, float]] = field(default_factory=dict)
-
-
-@runtime_checkable
-class MeasuresPhases(Protocol):
-    """A method with its own numbers in the reports of phases, such as PLAN's attention shares γ."""
-
-    def measure(self, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
-        """Finite numbers for the report of ``phase``, from the states before and after it."""
-
-
-@runtime_checkable
-class HasVariants(Protocol):
-    """A method with additional classifiers, which evaluations compare."""
-
-    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
-        """Classifiers that are measured in addition to `Method.classifier`, by their names in reports."""
 
 
 def layer(name: str, *shape: str, join: str = ".") -> tuple[TensorSpec, TensorSpec]:

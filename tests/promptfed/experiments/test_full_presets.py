@@ -24,7 +24,7 @@ from promptfed.experiments.simulation.preparation import expect_usable, open_sit
 from promptfed.shared.data import public_sets
 from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.methods import check_fits, method_for, resolve_spec
-from promptfed.shared.methods.core.interface import ChecksClients, ClientInfo, ServerContext
+from promptfed.shared.methods.core.interface import ClientInfo, ServerContext
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec
 
 # Classes, and training and test images of each class (0 of the latter: one undivided set). Sizes of ImageNet and
@@ -125,8 +125,7 @@ def expect_startable(job: Job, sources: SharedSources) -> None:
     names = tuple(spec.class_names) if spec.class_names is not None else None
     context = ServerContext(spec.training, shape, names, tuple(clients), spec.seed, spec.rounds)
     method.dims(context)
-    if isinstance(method, ChecksClients):
-        method.check_clients(context)
+    method.check_clients(context)
 
 
 def info_of(spec: FederationSpec, job: Job, number: int, sources: SharedSources) -> ClientInfo:

@@ -30,7 +30,7 @@ from promptfed.shared.methods.core.checks import (
     expected_clients,
     spent,
 )
-from promptfed.shared.methods.core.interface import AdoptsStates, check_admission
+from promptfed.shared.methods.core.interface import check_admission
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.accounting import Event, epsilon_of, replace_one_epsilon
@@ -471,7 +471,7 @@ def test_payloads_are_as_declared(name: str) -> None:
     method = make_method({"name": name})
     context = pf.ServerContext(TrainingSpec(), SHAPE_PAYLOAD_TENSORS, NAMES, CLIENTS, seed=0, rounds=2)
     state = method.initial_state(context, initial_draws(0))
-    state = method.adopt(state, context) if isinstance(method, AdoptsStates) else state
+    state = method.adopt(state, context)
     sizes = known_sizes(method, SHAPE_PAYLOAD_TENSORS, NAMES)
     first = next(iter(method.phases(1, 2)), None)
     for phase in (first, None):

@@ -20,7 +20,7 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, make_method, promptfl
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import training
-from promptfed.shared.methods.core.interface import HasVariants, Protection, UnprotectedError
+from promptfed.shared.methods.core.interface import Protection, UnprotectedError
 from promptfed.shared.methods.core.training import PrivateGradients, clipped, make_optimizer, train
 from promptfed.shared.methods.promptfl import LOCAL, PrivateContextMethod, PromptFL
 from promptfed.shared.privacy.accounting import epsilon_of
@@ -432,7 +432,6 @@ def test_who_classifies_with_what(name: str, backbone: Backbone, make_context: M
         return logits(joined)
 
     trained = {LOCAL: torch.randn(start[LOCAL].shape, generator=torch.Generator().manual_seed(9)) * 0.1}
-    assert isinstance(tried, HasVariants)
     alone = logits(texts(backbone, shared, NAMES))
     for found, wanted in [
         (tried.classifier(context, payload, trained), both(trained[LOCAL])),

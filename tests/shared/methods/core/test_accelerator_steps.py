@@ -24,7 +24,7 @@ from promptfed.shared.data import Source, open_source
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.interface import Prepares, Protection
+from promptfed.shared.methods.core.interface import Protection
 from promptfed.shared.methods.core.training import batches, leaf, train
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import generator, initial_draws
@@ -183,8 +183,7 @@ def played(
     method = make_method({"name": name} | short)
     server = replace(server_context(place.backbone, "a"), class_names=SHAPES, clients=CLIENTS)
     state, private = dict(method.initial_state_with(place.backbone, server, initial_draws(3))), {}
-    if isinstance(method, Prepares):
-        private = method.prepare(place.context("train", 1, batch, **training), private)
+    private = method.prepare(place.context("train", 1, batch, **training), private)
     made: dict[str, Tensor] = {}
     for round in (first, first + 1):
         for phase in method.phases(round, 4):
