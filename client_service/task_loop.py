@@ -36,7 +36,7 @@ from promptfed.shared.messages import INLINE_BYTES, FailureRequest, Task
 from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.metrics import nearly_one_class
-from promptfed.shared.secagg.member import Limits
+from promptfed.shared.secagg.messages import Limits
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError
 from promptfed.shared.tensors.torch_tensors import decode_place

@@ -26,10 +26,11 @@ from promptfed.client_service.state.durable_files import point
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import SpendReport, Task, TaskKind
 from promptfed.shared.secagg import SecureError, member, primitives
-from promptfed.shared.secagg.member import Limits, Secrets
+from promptfed.shared.secagg.member import Secrets
 from promptfed.shared.secagg.messages import (
     ConfirmJob,
     KeysAnswer,
+    Limits,
     MaskJob,
     Roster,
     RosterMessage,
@@ -313,7 +314,8 @@ class SecureWork:
             raise Failure("bad-roster", f"attempt {task.secure.attempt} is over, or asked otherwise than before")
         own = Secrets.fresh(identity_of(self._state))
         secrets = {"mask_key": own.mask_key, "share_key": own.share_key, "seed": own.seed}
-        body = member.signed_entry(own, about.model_dump()).model_dump_json()
+        limits = self._limits if self._limits != Limits() else None
+        body = member.signed_entry(own, about.model_dump()).model_copy(update={"limits": limits}).model_dump_json()
         answer = self._answer(KeptAttempt(about=about, secrets=secrets, answers={"train": body}), task)
         point("keys-written")
         return answer

@@ -169,6 +169,8 @@ class Machine:
                 self._move("paused", reason)
             case run_state.Failed(name, now):
                 self._settle_open(name, "failed", now)
+            case run_state.LeftOut(names, now):
+                self._left_out(names, now)
             case run_state.JobDone(now):
                 self._job_done(now)
             case run_state.Restarted(now):
@@ -345,15 +347,41 @@ class Machine:
             self._complete()
         elif not stage.extended:
             self._extend(stage, now)
-        elif step.following is not None and not first and step.index != UNMASK:
+        else:
+            self._give_up(stage, step, None if first or step.index == UNMASK else step.following)
+
+    def _give_up(self, stage: Stage, step: SecureStep, following: int | None) -> None:
+        """Go to the attempt that begins with step ``following``, if there is one."""
+        if following is not None:
             for name in stage.having("open"):
                 self._settle(name, "expired")
             self.facts.append(run_state.AttemptFailed(step.attempt))
-            self._set(stage=None, step=step.following, previous=())
+            self._set(stage=None, step=following, previous=())
         elif self.rules.on_missed_quorum == "pause":
             self._move("paused", QUORUM_MISSED)
         else:
             self._end("failed", QUORUM_MISSED)
+
+    def _left_out(self, names: Sequence[str], now: float) -> None:
+        """A secure sum goes on without ``names``: in this attempt while no roster was told, else in the next one."""
+        stage, plan = self.run.stage, self._plan()
+        if stage is None or stage.closed or plan is None or plan.secure is None or plan.kind not in ("share", "mask"):
+            raise WrongMoment(self.run.state)
+        assert self.rules.secure is not None
+        for name in stage.having("open", "answered"):
+            if name in names:
+                self._settle(name, "failed")
+
+        def without(those: tuple[str, ...], leave: bool = True) -> tuple[str, ...]:
+            return tuple(name for name in those if not leave or name not in names)
+
+        first = without(self.run.answered_first, plan.secure.first == 0)
+        previous = without(self.run.previous, plan.secure.index == SHARE)
+        self._set(cohort=without(self.run.cohort), previous=previous, answered_first=first)
+        assert self.run.stage is not None
+        if plan.secure.index != SHARE or len(self.run.cohort) < self.rules.secure.minimum:
+            self._give_up(self.run.stage, plan.secure, plan.secure.following)
+        self._go_on(now)
 
     def _extend(self, stage: Stage, now: float) -> None:
         plan = self._plan()

@@ -268,6 +268,14 @@ class Failed(_OfClient):
     """A client said that it cannot answer."""
 
 
+@dataclass(frozen=True)
+class LeftOut(Event):
+    """A secure sum can only be made without ``names``: others' policies rule them out, or their shares are false."""
+
+    names: tuple[str, ...]
+    now: float
+
+
 class Tick(_Timed):
     """Time has passed."""
 

@@ -337,6 +337,11 @@ def fill_payloads(registry: Registry, id: str) -> None:
     """Make the payload of each open task that has none yet."""
     federation = registry.get(id)
     pending = [task for task in federation.tasks.values() if task.payload_sha256 is None]
+    if pending and pending[0].kind == "share" and (out := sums.unfit(registry, federation, pending[0])):
+        with registry.change(id) as change:
+            sums.leave_out(change, pending[0], out)
+        registry.attempts.pop(id, None)
+        return
     with registry.database.read() as session:
         state = method_part(_served_state(registry, session, federation))
     with registry.blobs.hold() as held:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,27 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state, secure_sums
 from promptfed.coordinator.aggregation.secure_sums import Attempt, NoiseTerms, PrivateMean, private_mean
+from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Federation, OpenTask
+from promptfed.coordinator.domain.round_machine import SHARE, WrongMoment, step_answers_needed
 from promptfed.coordinator.domain.run_state import SecureStep
+from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, StateRow, SumRow, TaskRow
+from promptfed.shared.messages import FailureRequest
 from promptfed.shared.methods.core.checks import change_limit, costs
 from promptfed.shared.methods.core.interface import ClientUpdate, Phase, ServerContext
-from promptfed.shared.secagg import SecureError
+from promptfed.shared.plain_text import counted
+from promptfed.shared.secagg import SecureError, opening
 from promptfed.shared.secagg.messages import KeysAnswer, expect_keys
 from promptfed.shared.secagg.primitives import Whole, as_tensors, mean_change
+from promptfed.shared.spec.sections import Weighting
 from promptfed.shared.tensors import Arrays
+
+BAD_SHARES = "bad-shares"
 
 
 def terms_of(federation: Federation, row: PhaseRow) -> NoiseTerms:
@@ -93,6 +103,7 @@ def keys_of(registry: Registry, federation: Federation, round: int, step: int) -
 def _secure(federation: Federation, round: int, step: int) -> SecureStep:
     plan = federation.rules.plan(round, step)
     assert plan is not None, "only the steps of a phase are secure"
+    assert plan is not None, "only the steps of a phase are secure"
     assert plan.secure is not None, "only the steps of a secure sum are asked for"
     return plan.secure
 
@@ -100,6 +111,61 @@ def _secure(federation: Federation, round: int, step: int) -> SecureStep:
 def told(registry: Registry, federation: Federation, task: OpenTask) -> bytes:
     """What a task after the training tells its client."""
     return attempt_of(registry, federation, task.round, task.step).told(task.client, task.kind)
+
+
+def unfit(registry: Registry, federation: Federation, task: OpenTask) -> dict[str, SecureError]:
+    """Those who sent keys and whom members' policies rule out of the sum, before its roster is told to anybody."""
+    assert federation.spec.secure_aggregation is not None
+    with registry.database.read() as session:
+        first = _secure(federation, task.round, task.step).first
+        sent = secure_sums.answers(session, federation.id, task.round, first)
+    given = {name: KeysAnswer.model_validate_json(body) for name, body in sent.items()}
+    return opening.unfit(given, federation.spec.secure_aggregation, Weighting.of(federation.spec.aggregation))
+
+
+def blamed(change: Change, task: OpenTask, told: FailureRequest) -> dict[str, SecureError]:
+    """The dealer of the false shares that ``told`` is about, if for them so many have failed that the sum could fail.
+
+    Those are over half of the members that it can miss. Only the two know who of them lies, so one's word is too
+    little. Who has failed for such a dealer has not failed.
+    """
+    run, federation = change.federation.run, change.federation
+    plan, spec = federation.rules.plan(task.round, task.step), federation.spec.secure_aggregation
+    found = re.search("ed25519:([0-9a-f]{64})", told.detail)
+    if task.kind != "mask" or told.type != BAD_SHARES or found is None:
+        return {}
+    assert run.stage is not None
+    assert plan is not None
+    assert plan.secure is not None
+    assert spec is not None
+    dealers = [name for name in run.cohort if federation.clients[name].identity_key == found[1]]
+    change.flush()
+    here = (PhaseRow.round == task.round, PhaseRow.step == task.step, TaskRow.client.not_in(dealers))
+    of_stage = change.session.scalars(queries.tasks_with_phases(federation.id).where(*here))
+    reports = [(row, row.failure) for row in of_stage if row.failure is not None]
+    rows = {row.client: row for row, one in reports if one["type"] == BAD_SHARES and found[0] in one["detail"]}
+    can_miss = len(run.stage.asks) - step_answers_needed(spec, plan.secure, len(run.cohort))
+    if not dealers or len(rows) <= max(1, can_miss // 2):
+        return {}
+    for row in rows.values():
+        row.failure = None
+    text = f"{counted(len(rows), 'other member')} could not use the shares that it dealt"
+    return {dealers[0]: SecureError(BAD_SHARES, f"{text}: {', '.join(sorted(rows)[:10])}")}
+
+
+def leave_out(change: Change, task: OpenTask, reasons: Mapping[str, SecureError]) -> None:
+    """Make the sum that ``task`` belongs to without these, who have failed in its step ``share``."""
+    run, secure = change.federation.run, _secure(change.federation, task.round, task.step)
+    if (run.round, run.step) != (task.round, task.step):
+        raise WrongMoment(run.state)
+    here = (PhaseRow.round == task.round, PhaseRow.step.in_((secure.first, secure.first + SHARE)))
+    rows = queries.tasks_with_phases(change.federation.id).where(*here, TaskRow.client.in_(reasons))
+    for row, phase in change.session.execute(rows):
+        if phase.kind == "share":
+            row.failure = {"type": reasons[row.client].kind, "detail": str(reasons[row.client])[:2000]}
+        else:
+            row.counted = False  # a roster is made of those who count
+    change.send(run_state.LeftOut(tuple(sorted(reasons)), clock.monotonic()))
 
 
 def summed(registry: Registry, federation: Federation, state: Arrays, phase: PhaseRow) -> tuple[Arrays, SumRow, float]:

@@ -12,12 +12,11 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from promptfed.shared.secagg import SecureError, primitives
 from promptfed.shared.secagg.messages import (
     LEAST_CLIENTS,
-    LEAST_EFFECTIVE,
-    MOST_OWN_SHARE,
     ConfirmAnswer,
     ConfirmJob,
     Entry,
     KeysAnswer,
+    Limits,
     MaskJob,
     Roster,
     SharesAnswer,
@@ -57,27 +56,6 @@ class Secrets:
     def fresh(cls, identity: bytes) -> Secrets:
         """New secrets from the operating system's randomness."""
         return cls(identity, new_pair(), new_pair(), secrets.token_bytes(32))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """A client's conditions. ``minimum``: clients in a sum. ``max_own_share``: its own share of a sum's weight.
-
-    ``min_effective``: the effective number of clients in a sum, (Σ a)²/Σ a².
-
-    ``peers``: fingerprints of members whose keys the owner has verified. If any are given, at most ``unverified`` other
-    members may have a key that is not listed, and at least ``verified`` members of a sum must have a listed key.
-
-    ``min_move``: how far a payload must be from that of an earlier sum of other members, as a part of its own change.
-    """
-
-    minimum: int = LEAST_CLIENTS
-    max_own_share: float = MOST_OWN_SHARE
-    peers: frozenset[str] = frozenset()
-    verified: int = 0
-    unverified: int = 0
-    min_effective: float = LEAST_EFFECTIVE
-    min_move: float = 0.1
 
 
 def signed_entry(own: Secrets, about: Mapping[str, object]) -> KeysAnswer:

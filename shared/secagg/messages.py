@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
@@ -12,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.secagg import SecureError
 from promptfed.shared.secagg.primitives import MOST_CLIENTS, expect_exchange_key, is_identity, is_signed
-from promptfed.shared.spec.section import ceil_fraction
+from promptfed.shared.spec.section import ceil_fraction, left_out
 from promptfed.shared.spec.sections import WHOLE_WEIGHT, SecureAggregationSpec, Weighting, whole_weights
 
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -74,11 +75,36 @@ class Entry(SecureMessage):
         return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).digest()
 
 
+@dataclass(frozen=True)
+class Limits:
+    """A client's conditions. ``minimum``: clients in a sum. ``max_own_share``: its own share of a sum's weight.
+
+    ``min_effective``: the effective number of clients in a sum, (Σ a)²/Σ a².
+
+    ``peers``: fingerprints of members whose keys the owner has verified. If any are given, at most ``unverified`` other
+    members may have a key that is not listed, and at least ``verified`` members of a sum must have a listed key.
+
+    ``min_move``: how far a payload must be from that of an earlier sum of other members, as a part of its own change.
+    """
+
+    minimum: int = LEAST_CLIENTS
+    max_own_share: float = MOST_OWN_SHARE
+    peers: frozenset[str] = frozenset()
+    verified: int = 0
+    unverified: int = 0
+    min_effective: float = LEAST_EFFECTIVE
+    min_move: float = 0.1
+
+
 class KeysAnswer(SecureMessage):
-    """The answer of step 0: an entry, signed with its identity key."""
+    """The answer of step 0: an entry, signed with its identity key.
+
+    ``limits``: its sender's conditions where they are not the usual ones, for the coordinator alone.
+    """
 
     entry: Entry
     signature: Hex64
+    limits: Annotated[Limits | None, left_out()] = None
 
 
 class RosterMessage(SecureMessage):
@@ -191,7 +217,7 @@ class Roster:
 
     def message(self, signed: Mapping[int, KeysAnswer]) -> RosterMessage:
         """The message for each client."""
-        return RosterMessage(entries=[signed[place] for place in self.entries])
+        return RosterMessage(entries=[signed[place].model_copy(update={"limits": None}) for place in self.entries])
 
 
 def make_roster(

@@ -6,10 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import combinations, islice
 
 from promptfed.shared.secagg import SecureError, primitives
-from promptfed.shared.secagg.member import confirmed
+from promptfed.shared.secagg.member import confirmed, expect_roster, expect_set
 from promptfed.shared.secagg.messages import (
+    LEAST_CLIENTS,
     ConfirmAnswer,
     ConfirmJob,
+    KeysAnswer,
+    Limits,
     MaskJob,
     Roster,
     SharesAnswer,
@@ -18,8 +21,52 @@ from promptfed.shared.secagg.messages import (
     alive_digest,
 )
 from promptfed.shared.secagg.primitives import COMMITMENT_BYTES, expect_share, is_signed, public_of, seed_digest
+from promptfed.shared.spec.sections import SecureAggregationSpec, Weighting, whole_weights
 
 MOST_SUBSETS = 100  # subsets of the shares of one secret that are tried if their owner dealt false ones
+
+
+def unfit(answers: Mapping[str, KeysAnswer], spec: SecureAggregationSpec, rule: Weighting) -> dict[str, SecureError]:
+    """Who is left out so that all others take part in the sum of those who remain, each with the reason.
+
+    A member goes whose own conditions the sum breaks. If it breaks those of most for one member's sake, the heaviest or
+    the one that fewest list, that one goes.
+    """
+    left, out = dict(answers), dict[str, SecureError]()
+    while len(left) >= LEAST_CLIENTS and (against := _against(left, spec, rule)):
+        for kind in ("policy-effective", "policy-peers"):
+            reasons = [error for error in against.values() if error.kind == kind]
+            if 2 * len(reasons) > len(left) and (one := _cause(left, kind, rule)) is not None:
+                told = "too-heavy" if kind == "policy-effective" else kind
+                against = {one: SecureError(told, f"most other members would refuse a sum with it: {reasons[0]}")}
+        out |= against
+        left = {name: answer for name, answer in left.items() if name not in against}
+    return out
+
+
+def _against(answers: Mapping[str, KeysAnswer], spec: SecureAggregationSpec, rule: Weighting) -> dict[str, SecureError]:
+    """Who would refuse a sum of all, and why."""
+    roster, against = Roster((answer.entry for answer in answers.values()), spec, rule), dict[str, SecureError]()
+    for name, answer in answers.items():
+        place, limits = roster.place_of(answer.entry), answer.limits or Limits()
+        try:
+            expect_roster(roster, place, limits)
+            expect_set(roster, list(roster.entries), place, limits)
+        except SecureError as error:
+            against[name] = error
+    return against
+
+
+def _cause(answers: Mapping[str, KeysAnswer], kind: str, rule: Weighting) -> str | None:
+    """The member without whom others' conditions are met rather; None if all are alike."""
+    if kind == "policy-effective":
+        count = whole_weights({name: answer.entry.samples for name, answer in answers.items()}, rule)
+        heaviest = max(sorted(count), key=count.__getitem__)
+        return heaviest if count[heaviest] > min(count.values()) else None
+    peers = [answer.limits.peers for answer in answers.values() if answer.limits and answer.limits.peers]
+    listed = {name: sum(f"ed25519:{one.entry.identity_key}" in own for own in peers) for name, one in answers.items()}
+    fewest = min(sorted(listed), key=listed.__getitem__)
+    return fewest if listed[fewest] < max(listed.values()) else None
 
 
 def check_shares(roster: Roster, place: int, answer: SharesAnswer) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from promptfed.client_service.privacy.secure import identity_of
 from promptfed.shared.messages import Task
-from promptfed.shared.secagg.messages import KeysAnswer, UnmaskAnswer, too_heavy
-from promptfed.shared.secagg.primitives import is_identity, new_identity, public_identity, sign
+from promptfed.shared.secagg.messages import KeysAnswer, Limits, SharesAnswer, UnmaskAnswer, too_heavy
+from promptfed.shared.secagg.primitives import fingerprint, is_identity, new_identity, public_identity, sign
 from promptfed.shared.spec.sections import Weighting
 from tests.coordinator.test_secure_sums import Leap, drive, expected, federation_of, step
 from tests.support.coordinators import InThread
@@ -54,6 +54,115 @@ def test_false_shares_of_a_member_are_refused_by_name_and_the_sum_is_right(coord
     wanted = expected(prompts(coordinator, federation, 0), list("abcde"), dict.fromkeys("abcde", 1.0))
     found = prompts(coordinator, federation, 1)
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), "bit for bit"
+
+
+def failures(coordinator: InThread, federation: str) -> list[list[tuple[str, str]]]:
+    """Who has failed by the report of each attempt, and how."""
+    phases = coordinator.get(f"{federation}/rounds/1")["phases"]
+    return [[(one["client"], one["type"]) for one in phase["failed"]] for phase in phases]
+
+
+def expect_sum(coordinator: InThread, federation: str, names: str) -> None:
+    """The federation has ended, and its sum is that of these, bit for bit."""
+    assert coordinator.get(federation)["state"] == "finished"
+    wanted = expected(prompts(coordinator, federation, 0), list(names), dict.fromkeys(names, 1.0))
+    found = prompts(coordinator, federation, 1)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), "bit for bit"
+
+
+class FalseDealer(SecureClient):
+    """A member whose boxes or commitments are false for all who are ``fooled``, by place among the others."""
+
+    part, fooled = "boxes", slice(None)
+
+    def prepared(self, task: Task, told: bytes) -> bytes:
+        body = super().prepared(task, told)
+        if task.kind != "share":
+            return body
+        answer = SharesAnswer.model_validate_json(body)
+        given = list(getattr(answer, self.part))
+        given[self.fooled] = [one[:-1] + bytes([one[-1] ^ 1]) for one in given[self.fooled]]
+        return answer.model_copy(update={self.part: given}).model_dump_json().encode()
+
+
+@pytest.mark.parametrize("part", ["boxes", "commitments"])
+@pytest.mark.parametrize("fooled", [2, 3, 4])
+def test_who_deals_false_shares_to_many_is_named_and_the_next_attempt_is_without_it(
+    coordinator: InThread, leap: Leap, part: str, fooled: int
+) -> None:
+    liar = type("Liar", (FalseDealer,), {"part": part, "fooled": slice(fooled if part == "boxes" else 5)})
+    federation, clients = federation_of(coordinator, *"abcde", liars={"c": liar}, aggregation={"weighting": "uniform"})
+    drive(coordinator, clients, leap)
+    assert failures(coordinator, federation) == [[("c", "bad-shares")], []]
+    expect_sum(coordinator, federation, "abde")
+
+
+def test_the_word_of_one_puts_nobody_out(coordinator: InThread, leap: Leap) -> None:
+    """Either may lie: the sum is that of the others and the one that dealt."""
+    liar = type("Liar", (FalseDealer,), {"fooled": slice(1)})
+    federation, clients = federation_of(coordinator, *"abcde", liars={"c": liar}, aggregation={"weighting": "uniform"})
+    drive(coordinator, clients, leap)
+    ((one,),) = failures(coordinator, federation)
+    assert one[1] == "bad-shares"
+    expect_sum(coordinator, federation, "abcde".replace(one[0], ""))
+
+
+HEAVY = {"a": 58, "b": 20, "c": 20, "d": 20, "e": 20}  # counts as 3.84 clients
+
+
+@pytest.mark.parametrize(
+    ("limits", "out"),
+    [
+        ({"b": Limits(minimum=6)}, [("b", "policy-minimum")]),
+        ({"b": Limits(min_effective=3.9)}, [("b", "policy-effective")]),
+        ({"a": Limits(max_own_share=0.41)}, [("a", "policy-share")]),
+        ({name: Limits(min_effective=3.9) for name in "bcde"}, [("a", "too-heavy")]),
+        ({"b": Limits(verified=1, unverified=4, peers=frozenset({"ed25519:" + "0" * 64}))}, [("b", "policy-peers")]),
+    ],
+)
+def test_a_roster_that_policies_rule_out_is_not_sent(
+    coordinator: InThread, leap: Leap, limits: dict[str, Limits], out: list[tuple[str, str]]
+) -> None:
+    given: Any = {
+        "participation": {"min_clients": 5, "quorum": 0.5},
+        "rounds": 1,
+        "aggregation": {"max_weight_share": 1.0},
+    }
+    given["aggregation"]["weighting"] = "samples"
+    federation = coordinator.create(secure_aggregation={"step_seconds": 3600}, **given)
+    clients = [SecureClient(coordinator.http, federation, name) for name in HEAVY]
+    token = coordinator.token(federation)
+    for client in clients:
+        assert client.enrol(token, num_samples=HEAVY[client.name]).status_code == 201
+        client.secure._limits = limits.get(client.name, Limits())
+    coordinator.start(federation)
+    drive(coordinator, clients, leap)
+    assert coordinator.get(federation)["state"] == "finished"
+    assert failures(coordinator, federation) == [out], "in the first attempt"
+    (phase,) = coordinator.get(f"{federation}/rounds/1")["phases"]
+    assert phase["secure"]["sum_clients"] == 4
+
+
+def test_a_stranger_is_left_out_whom_most_do_not_list(coordinator: InThread, leap: Leap) -> None:
+    federation, clients = federation_of(coordinator, *"abcd", aggregation={"weighting": "uniform"})
+    known = frozenset(
+        fingerprint(public_identity(identity_of(client.state))) for client in clients if client.name != "b"
+    )
+    for client in clients:
+        client.secure._limits = Limits(peers=known) if client.name != "b" else Limits()
+    drive(coordinator, clients, leap)
+    assert failures(coordinator, federation) == [[("b", "policy-peers")]]
+    expect_sum(coordinator, federation, "acd")
+
+
+def test_where_policies_allow_no_sum_nobody_is_told_a_roster(coordinator: InThread, leap: Leap) -> None:
+    federation, clients = federation_of(coordinator, *"abcd", aggregation={"weighting": "uniform"})
+    for client in clients:
+        client.secure._limits = Limits(minimum=5)
+    drive(coordinator, clients, leap)
+    view = coordinator.get(federation)
+    assert (view["state"], view["reason"]) == ("paused", "quorum_missed")
+    assert failures(coordinator, federation)[0] == [(name, "policy-minimum") for name in "abcd"]
 
 
 SMALL_ORDER = (

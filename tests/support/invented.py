@@ -11,8 +11,8 @@ import numpy as np
 
 from promptfed.client_service.privacy.secure import identity_of
 from promptfed.shared.secagg import member, opening, primitives
-from promptfed.shared.secagg.member import Limits, Secrets
-from promptfed.shared.secagg.messages import ConfirmAnswer, ConfirmJob, UnmaskAnswer
+from promptfed.shared.secagg.member import Secrets
+from promptfed.shared.secagg.messages import ConfirmAnswer, ConfirmJob, Limits, UnmaskAnswer
 from promptfed.shared.secagg.primitives import Pair, Whole, Words
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.support.malicious import World

@@ -20,11 +20,11 @@ from promptfed.client_service.privacy.secure import SecureWork, Trained, identit
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import PayloadRef, SecurePart, Task, TaskConfig
 from promptfed.shared.secagg import member, messages, opening, primitives
-from promptfed.shared.secagg.member import Limits
 from promptfed.shared.secagg.messages import (
     ConfirmAnswer,
     ConfirmJob,
     KeysAnswer,
+    Limits,
     MaskJob,
     SharesAnswer,
     UnmaskAnswer,

@@ -36,7 +36,7 @@ class Member:
     samples: int
     spec: SecureAggregationSpec
     about: Mapping[str, object] = field(default_factory=lambda: ABOUT)
-    limits: member.Limits = field(default_factory=member.Limits)
+    limits: messages.Limits = field(default_factory=messages.Limits)
     rule: Weighting = UNIFORM
     sent: int = 0
     received: int = 0

@@ -392,7 +392,10 @@ def accept_failure(
             raise problems.AlreadyAnswered("this task was answered before it was reported as failed: its answer stands")
         _expect_open(change.federation, task)
         change.session.get_one(TaskRow, task.id).failure = request.model_dump()
-        change.send(run_state.Failed(client.name, clock.monotonic()))
+        if out := sums.blamed(change, task, request):
+            sums.leave_out(change, task, out)
+        else:
+            change.send(run_state.Failed(client.name, clock.monotonic()))
     registry.metrics.failed(request.type)
 
 

@@ -15,7 +15,7 @@ from promptfed.client_service.privacy.policy import Policy
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.task_loop import _limits
 from promptfed.shared.secagg import SecureError
-from promptfed.shared.secagg.member import Limits
+from promptfed.shared.secagg.messages import Limits
 from tests.support.malicious import World
 
 IDENTITY = bytes(range(32))

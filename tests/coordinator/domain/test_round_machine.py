@@ -843,6 +843,10 @@ class SecureInAnyOrder(Steered):
             self.revealed.add((run.round, plan.secure.number))
         self.finish(facts)
 
+    @rule(picks=st.sets(st.sampled_from(FIVE), min_size=1))
+    def leave_out(self, picks: set[str]) -> None:
+        self.send(run_state.LeftOut(tuple(picks), self.play.now))
+
     @rule(pick=st.integers(0, 99), last=st.booleans())
     def answer(self, pick: int, last: bool) -> None:
         if self.play.open:

@@ -142,7 +142,7 @@ def test_a_heavy_weight_or_too_small_a_set_is_refused() -> None:
     clients, made, shares = sharing()
     few = opening.mask_job(made, 0, {place: shares[place] for place in (0, 1)})
     refusal("policy-minimum", clients[0].mask, few.model_dump_json())
-    clients[0].limits = member.Limits(minimum=6)
+    clients[0].limits = messages.Limits(minimum=6)
     refusal("policy-minimum", clients[0].mask, opening.mask_job(made, 0, shares).model_dump_json())
     heavy = sums.members(3, 3, SPEC, [65_535, 1, 1])
     made, signed = messages.make_roster([client.entry for client in heavy], SPEC, sums.BY_SAMPLES)
@@ -176,7 +176,7 @@ def test_a_sum_is_held_against_every_condition_of_the_site(limits: dict[str, flo
     peers = (
         frozenset(primitives.fingerprint(key) for key in (heavy, *others[:2])) if "verified" in limits else frozenset()
     )
-    own = member.Limits(**{"max_own_share": 0.5, "min_effective": 2.0} | limits, peers=peers)
+    own = messages.Limits(**{"max_own_share": 0.5, "min_effective": 2.0} | limits, peers=peers)
     place = made.place_of(clients[0].entry.entry)
     if kind is None:
         assert member.expect_set(made, range(4), place, own) == {0, 1, 2, 3}
