@@ -25,7 +25,6 @@ from promptfed.client_service.privacy.ledger import expect_head
 from promptfed.client_service.privacy.policy import Policy
 from promptfed.client_service.privacy.protection import unexplained
 from promptfed.client_service.privacy.secure import SecureWork, StepAnswer
-from promptfed.client_service.state.durable_files import point
 from promptfed.client_service.state.private_state import PAYLOADS, Pending
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled
 from promptfed.client_service.training.trainer import Compute, TaskWork
@@ -37,6 +36,7 @@ from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.metrics import nearly_one_class
 from promptfed.shared.secagg.messages import Limits
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError
 from promptfed.shared.tensors.torch_tensors import decode_place

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.state.durable_files import point
 from promptfed.shared import machine
 from promptfed.shared.api.api_schemas import SpendList, SpendView
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, Accountant, Event, PrivacyError
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.service.reasons import why
 
 if TYPE_CHECKING:

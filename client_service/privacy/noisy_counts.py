@@ -19,7 +19,6 @@ from pydantic import BaseModel
 
 from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger, keep_head
 from promptfed.client_service.privacy.policy import STATES, Policy
-from promptfed.client_service.state.durable_files import point
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.data.source import Source
@@ -36,6 +35,7 @@ from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.methods.core.several_labels import is_for_several_labels
 from promptfed.shared.privacy.accounting import Event, default_delta
 from promptfed.shared.privacy.noise import Noise, NoiseStream
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.sections import PrivacySpec
 
 log = logging.getLogger("promptfed.client")

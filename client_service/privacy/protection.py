@@ -15,7 +15,6 @@ from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger, keep_head
 from promptfed.client_service.privacy.policy import Policy, SiteFacts, facts_of
 from promptfed.client_service.settings import Settings
-from promptfed.client_service.state.durable_files import point
 from promptfed.client_service.state.private_state import Pending, PrivateState
 from promptfed.shared.data.source import Source, Split
 from promptfed.shared.messages import EnrolledProtection, EnrolmentInfo, PrivacyEvent, SpendReport, Task
@@ -33,6 +32,7 @@ from promptfed.shared.privacy.accounting import (
     training_event,
 )
 from promptfed.shared.privacy.noise import Noise
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.tensors.torch_tensors import decode
 

@@ -22,7 +22,6 @@ from pydantic import BaseModel, BeforeValidator, PlainSerializer
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.earlier_sums import EarlierSum, EarlierSums, shapes_of, sketched
-from promptfed.client_service.state.durable_files import point
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import SpendReport, Task, TaskKind
 from promptfed.shared.secagg import SecureError, member, primitives
@@ -39,6 +38,7 @@ from promptfed.shared.secagg.messages import (
     read_roster,
 )
 from promptfed.shared.secagg.primitives import blurred, encoded, flat_change
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.sections import Weighting
 from promptfed.shared.tensors import Tensors

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-from collections import Counter
 from pathlib import Path
 
 from promptfed.shared import machine
-
-VARIABLE = "PROMPTFED_CLIENT_FAULT"
-
-#: Between two steps of a training.
-TRAINING_POINT = "training-step"
-
-_reached: Counter[str] = Counter()
 
 
 class Disk:
@@ -58,13 +49,3 @@ class Disk:
 
 def _leave(handle: int) -> None:
     """Leave writing to the operating system."""
-
-
-def point(name: str) -> None:
-    """Die here if it is armed."""
-    wanted, _, count = os.environ.get(VARIABLE, "").partition(":")
-    if name != wanted:
-        return
-    _reached[name] += 1
-    if _reached[name] == int(count or 1):
-        os.kill(os.getpid(), signal.SIGKILL)

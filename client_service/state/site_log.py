@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.state.durable_files import point
 from promptfed.shared import machine
 from promptfed.shared.files import write_whole
 from promptfed.shared.plain_text import counted
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.service.reasons import why
 
 FILE, HEAD = "site-log.jsonl", "site-log.head"

@@ -34,7 +34,6 @@ from promptfed.client_service.privacy.policy import STATES, Policy, SiteFacts, f
 from promptfed.client_service.privacy.protection import SiteProtection, unexplained
 from promptfed.client_service.privacy.secure import Trained
 from promptfed.client_service.serving.prediction import Predictor, Served
-from promptfed.client_service.state.durable_files import TRAINING_POINT, point
 from promptfed.client_service.state.private_state import PrivateState, Serving, TensorOrigin, keep_round, select_round
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
@@ -55,6 +54,7 @@ from promptfed.shared.methods.core.interface import (
 from promptfed.shared.metrics import Record
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 from promptfed.shared.seeds import derive_seed
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError, Tensors
 from promptfed.shared.tensors.compression import compressed, subtracted
@@ -202,7 +202,7 @@ class TaskWork:
         """Train from committed state and leave the update in ``state.pending()``; its metrics. Raises as `trained`."""
 
         def asked_between_steps() -> bool:
-            point(TRAINING_POINT)
+            point("training-step")
             return cancelled()
 
         trained = self.trained(task, payload, asked_between_steps)

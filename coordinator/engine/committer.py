@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from promptfed.coordinator.engine.recorder import Change, Changes
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.store.backend import DatabaseAway
-from promptfed.coordinator.store.fault_points import point
+from promptfed.shared.service.fault_points import point
 
 log = logging.getLogger("promptfed.coordinator")
 

@@ -31,7 +31,6 @@ from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import Held
-from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.queries import means_by_round
 from promptfed.coordinator.store.stored_tensors import Stored, put_tensors, room
 from promptfed.coordinator.store.tables import PhaseRow, StateRow, SumRow, TaskRow, UpdateRow
@@ -47,6 +46,7 @@ from promptfed.shared.methods.core.interface import (
 )
 from promptfed.shared.plain_text import counted
 from promptfed.shared.secagg import SecureError
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.sections import FINAL, best
 from promptfed.shared.tensors import Arrays, TensorError, method_part, size_of, state_hash
 

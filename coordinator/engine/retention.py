@@ -17,7 +17,6 @@ from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import (
     DELETING,
     BlobRow,
@@ -31,6 +30,7 @@ from promptfed.coordinator.store.tables import (
     UpdateRow,
 )
 from promptfed.shared.messages import ENDED
+from promptfed.shared.service.fault_points import point
 
 AT_ONCE = 500  # digests that one query asks for
 SWEPT_AT_ONCE = 5000  # blobs that one query compares with the rows that name them

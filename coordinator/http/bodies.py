@@ -31,11 +31,11 @@ from promptfed.coordinator.problems import (
     UploadTimeout,
 )
 from promptfed.coordinator.store.blobs import digest_of
-from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tokens import digest
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.methods.core.checks import BYTES_PER_SECOND
 from promptfed.shared.service import digests
+from promptfed.shared.service.fault_points import point
 
 CHUNK = 1 << 20
 DRAINED = 8 << 20  # how much more than its limit a body may have before we stop listening to it

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from promptfed.coordinator.store.blob_rows import BlobRows
 from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectCache, ObjectStoreAway, fresh_key, write_hashed
-from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.remembered import Remembered
 from promptfed.shared.machine import sync_folder
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.tensors import Arrays, decode, decode_file
 
 SMALL_BYTES = 256 << 10  # up to here a blob is a row: as files, most of the time would go into making them durable

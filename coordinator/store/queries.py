@@ -15,7 +15,6 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import InstrumentedAttribute, Session
 from sqlalchemy.sql.dml import Insert, Update
 
-from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.postgres import together
 from promptfed.coordinator.store.tables import (
     AuditRow,
@@ -36,6 +35,7 @@ from promptfed.coordinator.store.tables import (
 )
 from promptfed.shared.messages import EvaluationRequest
 from promptfed.shared.privacy.accounting import Event
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.sections import SelectionSpec
 
 T = TypeVar("T", bound=Base)

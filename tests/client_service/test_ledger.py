@@ -30,6 +30,7 @@ from promptfed.shared.data import open_source
 from promptfed.shared.data.source import DataError, Source
 from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.privacy.accounting import Event, epsilon_of
+from promptfed.shared.service import fault_points
 from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
 from tests.client_service.conftest import Make
@@ -189,7 +190,7 @@ def test_a_kill_at_each_point_leaves_the_release_spent_or_unspent_and_never_twic
 
 
 def _die_at(path: Path, place: str) -> None:
-    os.environ["PROMPTFED_CLIENT_FAULT"] = place
+    fault_points.arm(place)
     spend(Ledger(path, "eyes"), 2)
 
 

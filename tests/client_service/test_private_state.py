@@ -28,7 +28,6 @@ from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state import site_log
-from promptfed.client_service.state.durable_files import VARIABLE
 from promptfed.client_service.state.private_state import Pending, PrivateState, Serving, TensorOrigin
 from promptfed.client_service.state.site_log import (
     FILE,
@@ -41,6 +40,7 @@ from promptfed.client_service.state.site_log import (
 )
 from promptfed.shared.messages import TaskConfig
 from promptfed.shared.plain_text import plain
+from promptfed.shared.service.fault_points import VARIABLE
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import Killed, Make

@@ -11,9 +11,9 @@ import pytest
 from promptfed.client_service.exits import Exit
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.protection import reported
-from promptfed.client_service.state.durable_files import VARIABLE
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.privacy.accounting import epsilon_of
+from promptfed.shared.service.fault_points import VARIABLE
 from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
 from tests.client_service.conftest import backbone as backbone

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from promptfed.client_service.privacy.ledger import Ledger
-from promptfed.client_service.state.durable_files import VARIABLE
 from promptfed.console.progress import follow
-from promptfed.coordinator.store import fault_points
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import LocalFederation, Managed, Processes, Site
 from promptfed.sdk import operations
 from promptfed.shared.privacy.accounting import epsilon_of
+from promptfed.shared.service.fault_points import VARIABLE
+from tests.support.fault_points import SECURE_POINTS
 
 #: The points of secure sums at a client, in their order.
 CLIENT_POINTS = (
@@ -57,12 +57,12 @@ SPEC: dict[str, Any] = {
 class Armed(Processes):
     """Processes of which one dies once at its fault point."""
 
-    victim, variable, fault = "", "", ""
+    victim, fault = "", ""
     deaths = 0
 
     def start(self, name: str, arguments: list[str]) -> Managed:
         common = self.environment
-        self.environment = common | ({self.variable: self.fault} if name == self.victim else {})
+        self.environment = common | ({VARIABLE: self.fault} if name == self.victim else {})
         try:
             return super().start(name, arguments)
         finally:
@@ -70,10 +70,10 @@ class Armed(Processes):
 
     def watch(self) -> list[str]:
         victim = self.running.get(self.victim)
-        if victim is not None and victim.ended() is not None and self.variable in victim.environment:
+        if victim is not None and victim.ended() is not None and VARIABLE in victim.environment:
             assert victim.ended() == -signal.SIGKILL, victim.tail(5)
             self.deaths += 1
-            del victim.environment[self.variable]
+            del victim.environment[VARIABLE]
         return super().watch()
 
 
@@ -102,14 +102,14 @@ def run(armed: Armed, folder: Path, options: list[str]) -> str:
 
 @pytest.mark.parametrize("point", CLIENT_POINTS)
 def test_a_client_dies(point: str, armed: Armed, undisturbed: str, tmp_path: Path) -> None:
-    armed.victim, armed.variable, armed.fault = "client-south", VARIABLE, f"{point}:1"
+    armed.victim, armed.fault = "client-south", f"{point}:1"
     assert run(armed, tmp_path, []) == undisturbed
     assert armed.deaths == 1
 
 
 @pytest.mark.parametrize("database", [None, "postgresql"])
 @pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("point", fault_points.SECURE_POINTS)
+@pytest.mark.parametrize("point", SECURE_POINTS)
 def test_the_coordinator_dies(
     point: str,
     count: int,
@@ -120,7 +120,7 @@ def test_the_coordinator_dies(
     request: pytest.FixtureRequest,
 ) -> None:
     often = {"sum-computed": 2, "exchanges-deleted": 2}.get(point, count)  # once a round
-    armed.victim, armed.variable, armed.fault = "coordinator", fault_points.VARIABLE, f"{point}:{min(count, often)}"
+    armed.victim, armed.fault = "coordinator", f"{point}:{min(count, often)}"
     options = [f"--database-url={request.getfixturevalue('postgres').schema()}"] if database else []
     assert run(armed, tmp_path, options) == undisturbed
     assert armed.deaths == 1
@@ -173,11 +173,11 @@ def paid_for(processes: Armed, folder: Path) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("point", PAYING_POINTS)
 def test_a_client_that_pays_dies(point: str, count: int, paying: Armed, tmp_path: Path) -> None:
-    paying.victim, paying.variable, paying.fault = "client-south", VARIABLE, f"{point}:{count}"
+    paying.victim, paying.fault = "client-south", f"{point}:{count}"
     paid_for(paying, tmp_path)
 
 
 @pytest.mark.parametrize("fault", ["exchange-before-commit:8", "exchange-committed:8", "sum-computed:1"])
 def test_the_coordinator_of_those_who_pay_dies(fault: str, paying: Armed, tmp_path: Path) -> None:
-    paying.victim, paying.variable, paying.fault = "coordinator", fault_points.VARIABLE, fault
+    paying.victim, paying.fault = "coordinator", fault
     paid_for(paying, tmp_path)

@@ -23,7 +23,7 @@ import httpx
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.server import Server, _bind, _config
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.fault_points import VARIABLE
+from promptfed.shared.service.fault_points import VARIABLE
 from promptfed.testing.clients import PATIENCE, bearer
 from promptfed.testing.coordinator import LocalCoordinator, OperatorCalls, RealCoordinator
 from tests.support import forked_coordinator

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from sqlalchemy import Connection
 
 from promptfed.coordinator.__main__ import main
-from promptfed.coordinator.store import fault_points, queries
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.postgres import together
 from promptfed.shared.methods import METHODS
+from promptfed.shared.service import fault_points
 from tests.support.two_phase import TwoPhase
 
 STOPS_INSIDE, STOPS_NOT = signal.SIGUSR1, signal.SIGUSR2

@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import torch
 
-from promptfed.coordinator.store.fault_points import DELETION_POINTS, OF_FILES, OF_ROWS, POINTS
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import ServerContext
 from promptfed.shared.seeds import generator
@@ -26,6 +25,7 @@ from promptfed.shared.tensors import Tensors
 from promptfed.testing.clients import ScriptedClient, spec, update_body
 from promptfed.testing.coordinator import OperatorCalls
 from tests.support.coordinators import ForkedCoordinator
+from tests.support.fault_points import DELETION_POINTS, OF_FILES, OF_ROWS, POINTS
 from tests.support.resending import Resending, ResendingApi
 from tests.support.waiting import wait_for
 from tests.support.whole_federation import play

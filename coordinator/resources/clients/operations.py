@@ -21,7 +21,6 @@ from promptfed.coordinator.engine import audit, jobs, retention
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.recovery import client_of
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.queries import Row
 from promptfed.coordinator.store.tables import ClientRow, EventRow, TokenRow
 from promptfed.coordinator.store.tokens import digest
@@ -31,6 +30,7 @@ from promptfed.shared.methods.core.checks import check_clients, check_hopeless, 
 from promptfed.shared.methods.core.interface import MethodError, ServerContext, check_admission
 from promptfed.shared.plain_text import beside_known, shortened
 from promptfed.shared.secagg.primitives import is_identity, is_signed
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.spec import BackboneShape
 
 # Of all different class names of a federation in UTF-8; those of ImageNet-21k have 0.4 MB. They are kept in memory and

@@ -26,7 +26,6 @@ from promptfed.coordinator.engine.scheduler import has_expired
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.resources.clients import tokens
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EventRow, FederationRow
 from promptfed.coordinator.store.tokens import digest, write_secret
 from promptfed.shared.api.api_schemas import TokenRequest
@@ -38,6 +37,7 @@ from promptfed.shared.methods.core.default_backbone import data_in
 from promptfed.shared.methods.core.interface import MethodError, needs_torch_always
 from promptfed.shared.plain_text import plain
 from promptfed.shared.privacy.noise import Noise
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.service.reasons import why
 from promptfed.shared.service.yaml_text import read_yaml
 from promptfed.shared.spec.spec import FederationSpec, SpecError

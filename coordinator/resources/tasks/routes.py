@@ -28,7 +28,6 @@ from promptfed.coordinator.http.deps import (
 )
 from promptfed.coordinator.http.tensors import TENSOR_BODY, TENSORS, tensors_at
 from promptfed.coordinator.resources.tasks import submissions
-from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.api import api_schemas
 from promptfed.shared.api.api_schemas import UpdateReceipt
 from promptfed.shared.messages import (
@@ -41,6 +40,7 @@ from promptfed.shared.messages import (
     Task,
     TaskConfig,
 )
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.sections import FINAL
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])

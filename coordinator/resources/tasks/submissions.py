@@ -37,7 +37,6 @@ from promptfed.coordinator.engine.telemetry import where
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import Blobs, Held, digest_of, digest_of_file
 from promptfed.coordinator.store.database import Database
-from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.api.report_schemas import SpentPrivacy
@@ -66,6 +65,7 @@ from promptfed.shared.secagg.messages import (
     too_heavy,
 )
 from promptfed.shared.secagg.primitives import looks_unmasked
+from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.sections import Weighting
 from promptfed.shared.tensors import (
     DTYPES,

@@ -13,11 +13,11 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.engine import retention
-from promptfed.coordinator.store.fault_points import DELETION_POINTS
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.testing.clients import drive
 from promptfed.testing.coordinator import OperatorCalls
 from tests.support.coordinators import ForkedCoordinator, InThread, in_thread
+from tests.support.fault_points import DELETION_POINTS
 from tests.support.open_phases import enrolled
 from tests.support.stored import rows, wait_until_empty
 from tests.support.waiting import PATIENCE

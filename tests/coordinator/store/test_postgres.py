@@ -24,13 +24,13 @@ from sqlalchemy.exc import IntegrityError
 from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.engine.telemetry import JsonFormatter
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store import fault_points
 from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway, InUse
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.coordinator.store.postgres import PostgreSQL
 from promptfed.coordinator.store.tables import EventRow, FederationRow, TokenRow
 from promptfed.shared.methods import METHODS
+from promptfed.shared.service import fault_points
 from promptfed.testing.clients import DEADLINE, drive
 from tests.support.coordinators import InThread, in_thread
 from tests.support.open_phases import completed, enrolled, kind, open_first_phase

@@ -1,17 +1,6 @@
-"""Fault points: named places at which a test makes the process die, as by a power cut.
-
-``PROMPTFED_FAULT=phase-closed:2`` kills the process with SIGKILL when it reaches ``phase-closed`` for the second time.
-Without the variable a point does nothing.
-"""
+"""The coordinator's fault points (`promptfed.shared.service.fault_points`), by who reaches them."""
 
 from __future__ import annotations
-
-import os
-import signal
-import threading
-from collections import Counter
-
-VARIABLE = "PROMPTFED_FAULT"
 
 #: Every point there is, in the order in which a run first reaches them.
 POINTS = (
@@ -47,25 +36,3 @@ DELETION_POINTS = ("federation-hidden", "federation-rows-deleted")
 
 #: Those that only secure sums reach.
 SECURE_POINTS = ("exchange-before-commit", "exchange-committed", "sum-computed", "exchanges-deleted")
-
-
-_armed = os.environ.get(VARIABLE, "")
-_reached: Counter[str] = Counter()
-_lock = threading.Lock()
-
-
-def arm(fault: str) -> None:
-    """Die at ``fault`` (``name:count``; empty: nowhere), whatever the environment says."""
-    global _armed
-    _armed = fault
-
-
-def point(name: str) -> None:
-    """Die here if it is armed."""
-    armed, _, count = _armed.partition(":")
-    if name != armed:
-        return
-    with _lock:
-        _reached[name] += 1
-        if _reached[name] == int(count or 1):
-            os.kill(os.getpid(), signal.SIGKILL)
