@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import re
 import shutil
@@ -166,19 +165,6 @@ def test_the_images_install_files_whose_hashes_are_known(image: str) -> None:
     used = (ROOT / "Dockerfile").read_text()
     assert f"install-locked {image} " in used
     assert "pip install --require-hashes" in used
-
-
-@pytest.mark.extended
-def test_the_build_makes_a_bill_of_materials(tmp_path: Path) -> None:
-    pytest.importorskip("cyclonedx_py", reason="bill of materials: pip install '.[build]'")
-    out = tmp_path / "coordinator.cdx.json"
-    source = ROOT / "requirements" / "locked" / "coordinator.txt"
-    command = [sys.executable, "-m", "cyclonedx_py", "requirements", "-o", str(out), str(source)]
-    subprocess.run(command, check=True, capture_output=True)
-    made = json.loads(out.read_text())
-    assert made["bomFormat"] == "CycloneDX"
-    named = {canonicalize_name(one["name"]): one["version"] for one in made["components"]}
-    assert named == {name: version for name, (version, _) in locked("coordinator").items()}
 
 
 # One version: what the package, the manifests, the changelog and the command say.

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from promptfed import __version__
-from promptfed.shared.spec.section import VERSION
 from tests import ROOT
 from tests.support.waiting import PATIENCE
 
@@ -177,21 +176,6 @@ def test_an_incomplete_source_builds_no_wheel(tmp_path: Path) -> None:
     assert "shared/ holds no packages" in done.stderr
 
 
-def test_a_demo_runs_in_a_checkout_without_links(tmp_path: Path) -> None:
-    source = without_links(tmp_path)
-    environment = os.environ | {"PYTHONPATH": str(source)}
-    options = ["--data", "digits", "--method", "coop", "--rounds", "1", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "promptfed", "demo", *options],
-        cwd=source, env=environment, capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["federated"]
-    where = [sys.executable, "-c", "import promptfed.shared.spec.spec as spec; print(spec.__file__)"]
-    found = subprocess.run(where, cwd=source, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert Path(found.stdout.strip()) == source / "shared" / "spec" / "spec.py"
-
-
 def test_all_code_comes_from_the_wheel(installed: Path, elsewhere: Path) -> None:
     done = run(installed / "bin" / "python", "-c", FIND_ALL, folder=elsewhere)
     assert done.returncode == 0, done.stderr
@@ -268,19 +252,6 @@ def test_a_release_has_archive_wheel_and_bills_of_materials(release: Path) -> No
     assert {file.name for file in release.iterdir()} == built | bills | {"SHA256SUMS", "SHA256SUMS.sig"}
     summed = {line.split()[1] for line in (release / "SHA256SUMS").read_text().splitlines()}
     assert summed == built | bills
-
-
-def test_its_wheel_names_version_commit_and_protocol(release: Path, tmp_path: Path) -> None:
-    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    commit = run_of_dist(*asked, check=True).stdout.strip()
-    [wheel] = release.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    shown = run_of_dist(
-        sys.executable, "-m", "promptfed", "--version",
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert shown.stdout == f"promptfed {__version__} ({commit}), protocol {VERSION}\n", shown.stderr
 
 
 def test_the_signature_holds_for_these_files_only(release: Path, key: Path, tmp_path: Path) -> None:

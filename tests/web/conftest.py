@@ -51,6 +51,12 @@ class Visit:
         self.page.get_by_label("Operator token").fill(self.token)
         self.page.keyboard.press("Enter")
 
+    def signed_in(self, path: str = "/") -> Page:
+        """The page, loaded, with a token."""
+        self.open(path)
+        self.sign_in()
+        return self.page
+
     def tab_to(self, name: str) -> None:
         """Go on with the Tab key until the button of this name has the focus, visibly."""
         wanted = self.page.get_by_role("button", name=name, exact=True)

@@ -63,9 +63,7 @@ def downloaded(page: Page, button: str) -> Download:
 
 def test_training_times_and_settings_are_shown(coordinator: InThread, visited: Visit) -> None:
     finished(coordinator, "styles", training={"learning_rate": 0.25})
-    page = visited.page
-    visited.open()
-    visited.sign_in()
+    page = visited.signed_in()
     expect(
         page.get_by_role("img", name="Training loss by round; in round 2 the clients' mean is 0.500")
     ).to_be_visible()
@@ -143,9 +141,7 @@ def test_federations_are_found_and_laid_side_by_side(coordinator: InThread, visi
     second = finished(coordinator, "fast", training={"learning_rate": 0.25, "epochs": 5}, backbone=pinned)
     for name in ("eyes", "skin"):
         coordinator.create(name=name)
-    page = visited.page
-    visited.open()
-    visited.sign_in()
+    page = visited.signed_in()
     listed = page.get_by_role("navigation", name="Federations").get_by_role("listitem")
     expect(listed).to_have_count(4)
     page.get_by_label("Search federations").fill("fast promptfl")
@@ -174,9 +170,7 @@ def test_seven_questions_fit_on_one_screen_and_each_error_stands_at_its_field(
     browser: Browser, coordinator: InThread
 ) -> None:
     visited = visit(browser, coordinator, viewport={"width": 1280, "height": 900})
-    page = visited.page
-    visited.open()
-    visited.sign_in()
+    page = visited.signed_in()
     expect(page.get_by_role("heading", level=1)).to_have_text("Train one model at many sites")
     page.get_by_role("link", name="New federation").click()
     expect(page.get_by_text("Proposed: the most accurate")).to_be_visible()
@@ -260,9 +254,7 @@ clients:
 
 
 def test_a_run_file_becomes_a_federation_and_its_clients_invitations(coordinator: InThread, visited: Visit) -> None:
-    page = visited.page
-    visited.open()
-    visited.sign_in()
+    page = visited.signed_in()
     text = page.get_by_label("Run file, in YAML or JSON")
     for wrong, told in (
         ("name: eyes\nrounds: 3: 4", "line 2: a colon is not allowed here"),
@@ -305,9 +297,7 @@ def test_gains_and_bytes_of_methods_are_those_of_the_documents(coordinator: InTh
 def test_start_waits_for_its_sites_and_for_one_set_of_class_names(coordinator: InThread, visited: Visit) -> None:
     federation = coordinator.create(name="styles", participation={"min_clients": 2})
     coordinator.enrol(federation, "a", class_names=["cat", "dog"])
-    page = visited.page
-    visited.open()
-    visited.sign_in()
+    page = visited.signed_in()
     start = page.get_by_role("button", name="Start", exact=True)
     expect(start).to_be_disabled()
     expect(start).to_have_accessible_description("It can start once 2 sites that train have joined; 1 has so far.")
@@ -324,9 +314,7 @@ def test_start_waits_for_its_sites_and_for_one_set_of_class_names(coordinator: I
 
 def test_a_result_is_continued_with_its_settings_sites_and_state(coordinator: InThread, visited: Visit) -> None:
     finished(coordinator, "styles", class_names=["circle", "square", "star"], training={"learning_rate": 0.25})
-    page = visited.page
-    visited.open()
-    visited.sign_in()
+    page = visited.signed_in()
     page.get_by_role("link", name="Continue from it").click()
     expect(page.get_by_label("Name", exact=True)).to_have_value("styles-2")
     expect(page.get_by_label("Method", exact=True)).to_be_disabled()
@@ -344,9 +332,7 @@ def test_a_result_is_continued_with_its_settings_sites_and_state(coordinator: In
 def test_tokens_withdrawal_and_deletion(coordinator: InThread, visited: Visit) -> None:
     federation = coordinator.create(name="styles", participation={"min_clients": 2})
     coordinator.enrol(federation, "a", "b")
-    page = visited.page
-    visited.open()
-    visited.sign_in()
+    page = visited.signed_in()
     page.get_by_role("button", name="Add a site").click()
     page.get_by_label("Name of site 1").fill("ward-3")
     page.get_by_label("Role of site 1").select_option("trainer")
@@ -412,9 +398,7 @@ FIRST = "Download the result"
 def test_all_can_be_taken_away_and_the_export_is_one(coordinator: InThread, visited: Visit, tmp_path: Path) -> None:
     shape = {"fingerprint": FINGERPRINT, "shape": SHAPE}
     finished(coordinator, "styles", class_names=["circle", "square", "star"], backbone=shape)
-    page = visited.page
-    visited.open()
-    visited.sign_in()
+    page = visited.signed_in()
     numbers = downloaded(page, "Numbers (CSV)")
     assert numbers.suggested_filename == "styles-metrics.csv"
     rows = list(csv.DictReader(io.StringIO(Path(numbers.path()).read_text())))
@@ -445,9 +429,7 @@ def test_all_can_be_taken_away_and_the_export_is_one(coordinator: InThread, visi
 
 def test_whether_all_sites_are_invited_follows_from_the_sites(coordinator: InThread, visited: Visit) -> None:
     coordinator.create(name="styles", participation={"min_clients": 2})
-    page = visited.page
-    visited.open()
-    visited.sign_in()
+    page = visited.signed_in()
     page.get_by_role("button", name="Leave out site-2").click()
     page.get_by_label("Name of site 1").fill("ward")
     address = page.get_by_label("Address at which the sites reach this coordinator")
@@ -473,8 +455,7 @@ def test_a_click_shows_that_it_is_worked_on_and_times_go_on(coordinator: InThrea
     page = visited.page
     waiting: list[Route] = []
     page.route("**/start", lambda route: waiting.append(route))
-    visited.open()
-    visited.sign_in()
+    visited.signed_in()
     page.get_by_role("button", name="Start", exact=True).click()
     busy = page.locator(".status .acts[aria-busy=true]")
     expect(busy).to_be_visible()
@@ -579,8 +560,7 @@ def test_a_refusal_goes_when_its_cause_is_gone(coordinator: InThread, visited: V
     page = visited.page
     problem = {"type": "cannot-start", "title": "no", "status": 409, "detail": "the backbone is too small"}
     page.route("**/start", lambda route: route.fulfill(status=409, json=problem))
-    visited.open("/#/federations/styles")
-    visited.sign_in()
+    visited.signed_in("/#/federations/styles")
     page.get_by_role("button", name="Start", exact=True).click()
     refusal = page.locator(".status").get_by_role("alert").filter(has_text="the backbone is too small")
     expect(refusal).to_be_visible()
@@ -662,9 +642,7 @@ def test_what_looks_wrong_is_listed_once_it_has_ended(coordinator: InThread, vis
     for client in clients:
         client.accuracy = 0.1  # the template's is 0.25
     coordinator.post(f"{federation}/start")
-    visited.open()
-    visited.sign_in()
-    page = visited.page
+    page = visited.signed_in()
     expect(page.locator(".status .badge")).to_have_text("running")
     remarks = page.get_by_role("list", name="Remarks")
     expect(remarks).to_be_hidden()
@@ -675,9 +653,7 @@ def test_what_looks_wrong_is_listed_once_it_has_ended(coordinator: InThread, vis
 
 def test_what_is_not_there_cannot_be_steered(coordinator: InThread, visited: Visit) -> None:
     enrolled(coordinator, "a", "b")
-    page = visited.page
-    visited.open("/#/federations/absent")
-    visited.sign_in()
+    page = visited.signed_in("/#/federations/absent")
     expect(page.get_by_role("alert")).to_have_text("there is no federation 'absent' here: check its name")
     expect(page.get_by_role("group", name="Steer this federation").get_by_role("button")).to_have_count(0)
 
@@ -693,8 +669,7 @@ def test_names_are_text_whoever_chose_them(coordinator: InThread, visited: Visit
         route.fulfill(response=answer, body=body)
 
     page.route("**/clients?*", renamed)
-    visited.open()
-    visited.sign_in()
+    visited.signed_in()
     tab(page, "Clients")
     row = page.get_by_role("region", name="3 clients").get_by_role("row").nth(1)
     expect(row).to_contain_text(HTML)
@@ -707,9 +682,7 @@ def test_reloading_keeps_the_token_for_the_tab_and_signing_out_forgets_it(
     coordinator: InThread, visited: Visit
 ) -> None:
     enrolled(coordinator, "a", "b")
-    page = visited.page
-    visited.open()
-    visited.sign_in()
+    page = visited.signed_in()
     expect(page.get_by_role("heading", level=1)).to_have_text("styles")
     page.reload()
     expect(page.get_by_role("heading", level=1)).to_have_text("styles")
@@ -727,9 +700,7 @@ def test_reloading_keeps_the_token_for_the_tab_and_signing_out_forgets_it(
 
 def test_the_link_to_the_content_stays_in_the_federation(coordinator: InThread, visited: Visit) -> None:
     enrolled(coordinator, "a", "b")
-    page = visited.page
-    visited.open()
-    visited.sign_in()
+    page = visited.signed_in()
     heading = page.get_by_role("heading", level=1)
     expect(heading).to_have_text("styles")
     address = page.url
@@ -791,9 +762,7 @@ def test_what_is_damaged_and_whose_change_is_far_off_is_said(coordinator: InThre
         [whole] = session.scalars(select(BlobRow.content).where(BlobRow.digest == digest))
         session.execute(update(BlobRow).where(BlobRow.digest == digest).values(content=b"else"))
     coordinator.registry.blobs.admitted.forget([digest])  # as after a restart
-    visited.open()
-    visited.sign_in()
-    page = visited.page
+    page = visited.signed_in()
     visited.tab_to("Resume")
     page.keyboard.press("Enter")
     reason = page.locator(".status .reason")
@@ -827,9 +796,7 @@ def test_of_secure_sums_the_steps_are_shown_and_what_nobody_sees_is_said(coordin
         for client in clients:
             if (response := client.task()).status_code == 200:
                 assert client.answer(response.json()).status_code in (200, 201)
-    visited.open()
-    visited.sign_in()
-    page = visited.page
+    page = visited.signed_in()
     page.get_by_text("finished").first.wait_for()
     tab(page, "Privacy")
     panel = page.get_by_role("region", name="Secure aggregation", exact=True)
@@ -854,8 +821,7 @@ def test_of_a_protected_federation_privacy_panel_tells_what_was_spent(coordinato
     refusal = {"type": "privacy-budget-exhausted", "detail": "no"}
     url = f"{a.path}/tasks/{other['task_id']}/failure"
     assert a.http.post(url, json=refusal, headers=bearer(secret_of("b"))).status_code == 200
-    visited.open()
-    visited.sign_in()
+    visited.signed_in()
     tab(visited.page, "Privacy")
     panel = visited.page.get_by_role("region", name="Privacy", exact=True)
     expect(panel).to_contain_text("one record is protected; clip 0.3; noise 1 times the clip")
