@@ -67,6 +67,8 @@ def test_releases_add_up_and_the_same_one_costs_nothing_again(tmp_path: Path, in
     assert ledger.epsilon() == epsilon_of([Event("gaussian", 1.0, 8.0, 2)], DELTA)
     assert ledger.epsilon("test") == 0
     assert [one.round for one in ledger.spends()] == [1, 2]
+    unspent = Ledger(tmp_path / "unspent.jsonl", "eyes")
+    assert (unspent.adopt(told(), "http://127.0.0.1:1"), unspent.delta()) == (0, None)
     if path is not None:
         again = Ledger(path, "eyes")
         again.open(1e-9)

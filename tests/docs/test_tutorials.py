@@ -152,6 +152,7 @@ def run_page(name: str, folder: Path) -> str:
         .replace("8080", str(free_port()))
         .replace("/data/pets", str(folder / "images"))
     )
+    script = re.sub(r"^(promptfed tune [^\n]*?)(?: --seconds \d+)?$", r"\1 --seconds 10", script, flags=re.MULTILINE)
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(folder),
         "XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config"),

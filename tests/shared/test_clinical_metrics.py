@@ -187,9 +187,7 @@ def true_precision(area: float, share: float) -> float:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("area", "share", "count"), [(0.7, 0.5, 300), (0.7, 0.2, 300), (0.8, 0.25, 300), (0.9, 0.2, 400)]
-)
+@pytest.mark.parametrize(("area", "share", "count"), [(0.7, 0.5, 300), (0.9, 0.2, 400)])
 def test_intervals_cover_what_they_promise(area: float, share: float, count: int) -> None:
     """1,000 sites: 95 % intervals of the AUROC, the average precision and the sensitivity hold the truth in 93 to 97 %.
 

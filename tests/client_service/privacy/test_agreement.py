@@ -21,6 +21,7 @@ from promptfed.client_service.privacy.agreement import (
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.messages import Task
 from promptfed.shared.methods import make_method
+from promptfed.shared.spec.sections import FINAL
 from tests.support.agreed import agreed
 
 PROMPTFL = {"name": "promptfl", "m": 4}
@@ -74,6 +75,29 @@ def test_training_is_of_an_agreed_round_phase_and_kind(changes: Any, words: str 
     else:
         with pytest.raises(NotAgreed, match=words):
             agreement(tmp_path)._expect_training(cast(Task, asked))
+
+
+@pytest.mark.parametrize(
+    ("selection", "kind", "phase", "selected", "words"),
+    [
+        (True, "evaluate", FINAL, 2, None), (True, "evaluate", FINAL, None, "None instead of one of 3 rounds"),
+        (True, "evaluate", FINAL, 4, "4 instead of one of 3 rounds"), (True, "evaluate", "evaluate", None, None),
+        (True, "evaluate", "evaluate", 2, "2 instead of none"), (True, "train", "train", 2, "2 instead of none"),
+        (False, "evaluate", FINAL, 2, "2 instead of none"), (False, "evaluate", FINAL, None, None),
+    ],
+)  # fmt: skip
+def test_a_chosen_round_is_named_in_the_final_evaluation_alone(
+    selection: bool, kind: str, phase: str, selected: Any, words: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Agreement, "_expect_terms", lambda *given: None)
+    own = agreed(PrivateState(tmp_path), PROMPTFL, selection={"share": 0.25} if selection else None)
+    asked = SimpleNamespace(round=3, phase=phase, kind=kind, secure=None, epoch="e1", selected=selected)
+    if words is None:
+        own.expect(cast(Task, asked))
+    else:
+        with pytest.raises(NotAgreed, match=words):
+            own.expect(cast(Task, asked))
 
 
 def test_a_phase_is_answered_a_few_times_and_not_after_it_counts(tmp_path: Path) -> None:

@@ -36,6 +36,14 @@ def test_sketches_are_as_far_apart_as_payloads(size: int) -> None:
     assert not size or not np.allclose(sketched(bytes(32), payload), sketch), "nobody else can draw it"
 
 
+def test_a_sketch_has_each_number_at_a_place_of_its_own_with_a_sign_of_its_own() -> None:
+    rows = np.stack([sketched(IDENTITY, {"one": one}) for one in np.eye(64)])
+    assert (np.abs(rows).sum(1) == 1).all()
+    assert set(rows.sum(1)) == {-1.0, 1.0}
+    assert len(set(np.abs(rows).argmax(1))) > 50
+    assert np.array_equal(sketched(IDENTITY, {"one": np.arange(64.0)}), np.arange(64.0) @ rows)
+
+
 @pytest.mark.parametrize(
     ("parts", "limits", "refused"),
     [

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from promptfed.client_service.exits import Failure
+from promptfed.client_service.privacy import noisy_counts
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.noisy_counts import NoisyCounts, noisy_count, overlap
 from promptfed.client_service.privacy.protection import PrivacyPlan, SiteProtection
@@ -87,3 +88,19 @@ def test_an_image_that_is_trained_and_tested_on_is_found_in_every_test_set() -> 
     assert not overlap(source, {"other": other})
     assert overlap(source, {"other": replace(other, test=source.train.select([3]))})
     assert overlap(replace(source, test=source.train.select([0, 1])), {})
+
+
+@pytest.mark.parametrize(("epsilon", "least", "remarked"), [(0.1, 9, True), (0.1, 8, False), (0.2, 9, False)])
+def test_counts_begin_where_no_image_is_both_trained_and_tested_on_and_few_images_are_remarked(
+    epsilon: float, least: int, remarked: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = made_up_source(0)
+    source = replace(source, test=source.test.select(list(range(8))))
+    monkeypatch.setattr(noisy_counts, "LEAST_IMAGES", least)
+    info = SimpleNamespace(privacy=PrivacySpec(evaluation_epsilon=epsilon))
+    counts = NoisyCounts(cast(Any, info), Ledger(None), SeededNoise(1), cast(Any, Notes()), 8.0, "a", "http://x")
+    assert counts.begun(replace(source, test=source.train.select([0])), {}, 1e-6) is None
+    assert counts.ledger.delta() is None
+    assert counts.begun(source, {}, 1e-6) is counts
+    assert counts.ledger.delta() == 1e-6
+    assert ("says little" in caplog.text) is remarked

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from promptfed.client_service.exits import ClientError, Failure
-from promptfed.client_service.privacy.secure import SecureWork, StepAnswer, Trained
+from promptfed.client_service.privacy.earlier_sums import EarlierSums, shapes_of
+from promptfed.client_service.privacy.secure import MASKED, SecureWork, StepAnswer, Trained
 from promptfed.client_service.state.private_state import TensorOrigin
 from tests.support.malicious import World
 
@@ -56,6 +57,13 @@ def test_the_last_answer_is_sent_again_until_it_is_taken_or_refused_for_good(wor
     work.note_accepted(masked)
     assert work.unsent() is None
     assert work._attempt().accepted == ["mask"]
+    _, known = EarlierSums(work._state, 0.1)._read()
+    [sum_] = known.values()
+    assert (sum_.round, sum_.shapes) == (1, shapes_of({"context": world.prompts.numpy()}))
+    assert sum_.change > 0
+    (work._state.folder / MASKED).unlink()
+    with pytest.raises(ClientError, match=rf"{MASKED} is damaged"):
+        work.answer(world.task("mask", 0), b"")
     world.works[1].note_refused(world.works[1].unsent())
     assert world.works[1].unsent() is None
     assert SecureWork(world.works[1]._state, "fed-1").unsent() is None, "on the disk"

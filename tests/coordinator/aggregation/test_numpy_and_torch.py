@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,12 +21,12 @@ from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, resolve_spec
 from promptfed.shared.methods.core import interface
-from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, ServerContext, computed
+from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, MethodError, ServerContext, computed
 from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.seeds import draws, generator
 from promptfed.shared.spec.sections import AggregationSpec, ServerOptimizerSpec
 from promptfed.shared.spec.spec import BackboneShape
-from promptfed.shared.tensors import Arrays, Tensors
+from promptfed.shared.tensors import Arrays, TensorError, Tensors
 from promptfed.testing.clients import CLASSES, spec
 
 SHAPE = {
@@ -132,6 +135,48 @@ def test_only_pfedpg_needs_torch() -> None:
     made = {name: METHODS[name](METHODS[name].Hyper()) for name in SMALL}
     needing = {(name, one) for name in made for one in functions if computed(made[name], one) == "torch"}
     assert {name for name, _ in needing} == {"pfedpg"}
+
+
+def test_without_torch_what_needs_it_is_named_and_all_else_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(global_state, "has_torch", lambda: False)
+    for name in ("pfedpg", "promptfl"):
+        federation = federation_of(name)
+        if name == "promptfl":
+            assert call(federation, "initial_state", context_of(federation))["context"].shape == (4, 8)
+            continue
+        with pytest.raises(global_state.NoTorch, match="pfedpg computes initial_state with torch, which this"):
+            call(federation, "initial_state", context_of(federation))
+
+
+def test_a_start_that_fails_and_a_state_that_is_none_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = federation_of("promptfl")
+    context = context_of(federation)
+    state = call(federation, "initial_state", context)
+    assert global_state.adopted(federation, state, context) is state
+    for wrong in ({}, {"context": state["context"][0]}, state | {"more": state["context"]}):
+        with pytest.raises(TensorError):
+            global_state.check_state(federation, wrong, context)
+    for error, kind, told in (
+        (MethodError("too few"), MethodError, "^too few$"), (TensorError("wrong-shape", "odd"), TensorError, "odd"),
+        (ValueError("odd"), MethodError, r"initial_state of promptfl failed \(ValueError: odd\)"),
+    ):  # fmt: skip
+        monkeypatch.setattr(global_state, "call", Mock(side_effect=error))
+        with pytest.raises(kind, match=told):
+            global_state._made(federation, context)
+
+
+def test_a_state_is_adopted_for_the_clients_and_forgets_one() -> None:
+    federation = federation_of("pfedmoap")
+    context = context_of(federation)
+    supplied = call(federation, "initial_state", replace(context, clients=context.clients[:1]))
+    adopted = global_state.adopted(federation, supplied, context)
+    assert len(adopted["client_contexts"]) == 3
+    clients: Any = {one.name: SimpleNamespace(info=lambda one=one: one) for one in context.clients}
+    known = replace(federation, clients=clients)
+    moved = {name: tensor + 1 for name, tensor in adopted.items()}
+    after = global_state.forgotten(known, moved, "a", context)
+    assert (after["answered"].tolist(), moved["answered"].tolist()) == ([1, 0, 1], [1, 1, 1])
+    assert global_state.forgotten(known, after, "a", context) is after, "nothing of it is left"
 
 
 @pytest.mark.parametrize(("rule", "clip"), [(rule, clip) for rule in sorted(RULES) for clip in (None, "median", 2.0)])

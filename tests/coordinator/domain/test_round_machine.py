@@ -784,6 +784,12 @@ def test_after_a_reveal_there_is_no_other_attempt() -> None:
     run.send(Resume(run.now))
     run.send(AnsweredLast("c", run.now))
     assert run.run.due_job == "aggregate"
+    closed = play().all_answer().all_answer().all_answer().all_answer()
+    answer(closed, *FIVE)
+    late(closed)
+    assert (closed.run.state, closed.run.stage.kind) == ("paused", "unmask"), "no answer has opened the sum"
+    with pytest.raises(WrongMoment):
+        run.send(run_state.StartRefused("too late"))
 
 
 def test_a_sum_that_cannot_be_pauses_with_its_reason() -> None:

@@ -225,6 +225,7 @@ BAD_URIS = [
     ),
     ("", "unknown data source"),
     ("digits:/x", "takes nothing before its options"),
+    ("digits?domian=inverted", "unknown option domian"),
     ("digits?domain=green", "domain=green is not known; choose one of plain, inverted"),
     ("digits?shots=two", "shots=two is not a whole number"),
     ("digits?shots=0", "shots=0 is less than 1"),

@@ -156,6 +156,8 @@ def test_the_same_wording_is_one_domain(backbone: Backbone) -> None:
     one, other = clients("a", "c", words=words)
     with pytest.raises(pf.MethodError, match="another domain"):
         method().admit(replace(one, domain=other.domain), one, server(backbone, "c"))
+    with pytest.raises(pf.MethodError, match="took part as trainer: enrol the evaluator under another name"):
+        method().admit(replace(one, role="evaluator"), one, server(backbone, "c"))
 
 
 def test_each_client_is_handed_its_own_key(make_context: Make, backbone: Backbone) -> None:

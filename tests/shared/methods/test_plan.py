@@ -29,7 +29,7 @@ from promptfed.shared.methods.core.interface import (
     TrainResult,
 )
 from promptfed.shared.methods.core.training import batches
-from promptfed.shared.methods.plan import Aggregator, Plan, Reference, aggregator_of, divergence
+from promptfed.shared.methods.plan import Aggregator, Plan, Reference, Towers, aggregator_of, divergence
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import TrainingSpec
@@ -192,6 +192,19 @@ def test_the_reference_has_the_backbone_s_precision() -> None:
     found = reference.of(torch.tensor([1, 0]), torch.zeros(2, 1))
     assert found.dtype == torch.float64
     assert found.equal(torch.log_softmax(scores, -1)[[1, 0]])
+
+
+@pytest.mark.parametrize("round", [1, 2])
+@pytest.mark.parametrize("augmentation", ["none", "crop_flip"])
+def test_the_reference_is_of_each_view_where_images_change(backbone: Backbone, round: int, augmentation: str) -> None:
+    method = plan()
+    context = client_context(backbone, round=round, phase="prompts", augmentation=augmentation)
+    reference = method._reference(context, Towers(backbone, method.hyper), start(method, backbone))
+    assert reference is not None
+    rows, images = torch.arange(6), context.train.pixels
+    first = reference.of(rows, images)
+    assert_values(reference.of(rows, images), first)
+    assert reference.of(rows, images.flip(-1)).equal(first) is (augmentation == "none")
 
 
 COSTS = [(2, {}, 6), (1, {}, 0), (2, {"alpha": 0.0}, 0), (1, {"zero_shot_reference": False}, 0)]

@@ -136,6 +136,10 @@ def test_a_roster_without_the_own_entry_twice_a_key_or_too_few_is_refused() -> N
         entries=[client.entry for client in sorted(clients[:2], key=lambda c: c.entry.entry.digest())]
     )
     refusal("bad-roster", clients[0].share, few.model_dump_json())
+    own, *others = (member.signed_entry(one.secrets, {**sums.ABOUT, "samples": 2}) for one in clients)
+    made, signed = messages.make_roster([own, *others], SPEC, sums.UNIFORM)
+    text = refusal("bad-roster", messages.read_roster, made.message(signed), own, SPEC, 3, sums.UNIFORM)
+    assert "tells samples where all weigh the same" in text
 
 
 def test_a_heavy_weight_or_too_small_a_set_is_refused() -> None:

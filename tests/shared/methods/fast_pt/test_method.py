@@ -59,6 +59,7 @@ def test_the_contrastive_term_is_the_papers_with_its_gradient(backbone: Backbone
     assert float((gradient - literally).abs().max()) <= 1e-4 * float(literally.abs().max())
 
 
+@pytest.mark.extended
 def test_the_global_phase_trains_on_own_and_transferred_embeddings(
     backbone: Backbone, make_sketcher: small.Make
 ) -> None:
@@ -402,6 +403,7 @@ def traces(prompt: Tensor) -> list[bytes]:
     ]
 
 
+@pytest.mark.extended
 def test_no_byte_of_a_domain_prompt_leaves_early(
     backbone: Backbone, features: FeatureCache, wire: Wire, trained: dict[str, list[tuple[str, Tensor]]]
 ) -> None:
