@@ -276,7 +276,7 @@ def run_suite(suite: str, runner: Runner, reduced: bool, seeds: str | None, as_j
     numbers = whole_numbers(seeds, "--seeds") if seeds else REDUCED_SEEDS if reduced else SEEDS
     made = {}
     for name, preset in presets_of(suite).items():
-        own = replace(runner, out=runner.out / name)
+        own = replace(runner, out=runner.out / name, features=runner.out / "features")
         if not as_json:
             say(preset.title)
         results = finish(preset.bench(numbers, reduced=reduced), own, as_json)

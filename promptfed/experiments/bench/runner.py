@@ -220,6 +220,7 @@ class Runner:
     device: str = "cpu"
     allow_backbone: AllowedBackbones = False
     new_data: bool = False  # what was computed on other data is computed again
+    features: Path | None = None  # a folder that several benches share; default: in ``out``
     _backbones: dict[str, Backbone] = field(default_factory=dict)
     _hashes: dict[str, str] = field(default_factory=dict)
     _sources: SharedSources = field(default_factory=SharedSources)
@@ -273,7 +274,7 @@ class Runner:
                 job.trial.sites,
                 pool=self.pool,
                 backbone=self._backbone(job),
-                features=self.out / "features",
+                features=self.features or self.out / "features",
                 sources=self._sources,
             )
         except PromptfedError as error:

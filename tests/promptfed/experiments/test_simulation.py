@@ -413,6 +413,16 @@ def test_a_preset_can_be_run(suite: str, name: str) -> None:
         assert resolve_spec(job.spec).method["name"] == preset.methods[job.entry.label].split(":")[0]
 
 
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_suite_runs_the_defaults_that_a_user_gets(suite: str) -> None:
+    for name, preset in presets_of(suite).items():
+        assert preset.m is None
+        assert not {"rounds", "training"} & set(preset.spec), name
+        for label, text in preset.methods.items():
+            named = {option.partition("=")[0].partition(".")[0] for option in text.split(":")[1:]}
+            assert not named & {"rounds", "training", "start", "finetune_learning_rate"}, (name, label)
+
+
 def test_every_method_stands_in_some_table() -> None:
     """The template's accuracy is a row of every table."""
     compared = {text.split(":")[0] for preset in presets_of("embedded").values() for text in preset.methods.values()}
