@@ -254,7 +254,9 @@ def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alo
 
     assert rate("promptfl") == 0.02
     assert rate("promptfl", training={"epochs": 2}) == 0.02
-    assert rate("promptfl", backbone={"model": "promptfed-photo", "pretrained": "embedded"}) == 0.02
+    on_photo = {"model": "promptfed-photo", "pretrained": "embedded"}
+    assert (rate("promptfl", backbone=on_photo), rate("fedpgp", backbone=on_photo)) == (0.6, 0.3)
+    assert rate("fedtpg", backbone=on_photo) == 0.03  # a generator's weights, no words
     assert rate("promptfl", training={"learning_rate": 0.002}) == 0.002
     assert rate("promptfl", training={"optimizer": "adam"}) == 0.002  # it was not swept with
     assert rate("promptfl", backbone={"model": "ViT-B-16", "pretrained": "openai"}) == 0.002

@@ -12,12 +12,14 @@ from importlib.metadata import EntryPoint, entry_points
 from threading import RLock
 from typing import Any
 
+from promptfed.shared.methods.core.context import WordsHyper
 from promptfed.shared.methods.core.default_backbone import default_backbone
 from promptfed.shared.methods.core.interface import Method, needs_torch_always
 from promptfed.shared.tensors import TensorSpec
 
 TINY, EMOJI, PHOTO = ((f"promptfed-{name}", "embedded") for name in ("tiny", "emoji", "photo"))
 FACTORS = {TINY: {"sgd": 10, "adamw": 100}, EMOJI: {"adamw": 100}, PHOTO: {"sgd": 10}}
+WORD_FACTORS = {PHOTO: {"sgd": 300}}  # of words: this text tower was fitted to hear the same in every template
 TOWER_FACTORS = {TINY: {"adam": 10, "adamw": 10}}  # of methods that train the image tower's weights
 SMALL = 0.01  # rates from here on are not multiplied: they are of methods that scale them
 USUAL = 0.002  # the rate of methods that give none
@@ -71,6 +73,8 @@ def _rate(method: type[Method], backbone: tuple[str, str]) -> float | None:
         return None
     if "trainable" in fields:
         factor = TOWER_FACTORS.get(backbone, {}).get(optimizer)
+    if issubclass(method.Hyper, WordsHyper):
+        factor = WORD_FACTORS.get(backbone, {}).get(optimizer, factor)
     return None if factor is None else float(f"{given * factor:.3g}")
 
 
