@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from promptfed.shared.data.errors import DataError
+from promptfed.shared.data.schemes import SCHEMES
 
 if TYPE_CHECKING:
-    from promptfed.shared.data.registry import SCHEMES, open_source
+    from promptfed.shared.data.registry import open_source
     from promptfed.shared.data.source import ImageDomain, Source, Split
 
 __all__ = ["SCHEMES", "DataError", "ImageDomain", "Source", "Split", "open_source"]

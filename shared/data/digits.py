@@ -39,7 +39,6 @@ def digit_images() -> tuple[np.ndarray, np.ndarray]:
 
 def open_digits(body: str, options: Options) -> Source:
     """The digits; ``domain=inverted`` gives white on black. Both domains have the same split."""
-    options.check_names(("domain",))
     if body:
         raise DataError(f"{options.uri}: digits takes nothing before its options, as in digits?domain=inverted.")
     domain = options.choice("domain", DOMAINS, "plain") or "plain"

@@ -248,7 +248,6 @@ class _Listing:
 
 def open_folder(body: str, options: Options) -> Source:
     """Open class folders, plain or inside ``train`` and ``test``; ``domain=`` names a folder of class folders."""
-    options.check_names(("domain", "group", "grey", SKIP))
     root = _existing(body, options)
     domain = options.text("domain")
     if domain is not None:
@@ -344,7 +343,6 @@ def open_csv(body: str, options: Options) -> Source:
 
     Optional columns: split (train or test), domain, the group, and with ``groups=NAME,NAME`` those of subgroups.
     """
-    options.check_names(("domain", "group", "groups", "labels", "columns", "grey", SKIP))
     table = _existing(body, options, folder=False)
     domain, group = options.text("domain"), options.text("group")
     subgroups = subgroup_columns(options)

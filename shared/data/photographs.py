@@ -38,7 +38,6 @@ MOST_WORDS, QUOTES = 4, str.maketrans("", "", "\"'“”")  # of a caption's nam
 
 def open_solar(body: str, options: Options) -> Source:
     """Photographs of solar cells by electroluminescence: ``solar?domain=mono&defect=0.5&per_class=100``."""
-    options.check_names(("domain", "defect", "per_class"))
     if body:
         raise DataError(f"{options.uri}: solar takes nothing before its options, as in solar?domain=mono.")
     kind = options.choice("domain", KINDS)
@@ -81,7 +80,6 @@ def _cells(options: Options) -> list[tuple[Path, int, str]]:
 
 def open_stamps(body: str, options: Options) -> Source:
     """Cut-out photographs on white squares: ``stamps?level=kinds``, or ``level=names`` by their captions."""
-    options.check_names(("level", "root", "per_class"))
     if body:
         raise DataError(f"{options.uri}: stamps takes nothing before its options, as in stamps?level=names.")
     root = Path(options.text("root") or STAMPS).expanduser()

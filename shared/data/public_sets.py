@@ -40,13 +40,11 @@ LEFT_OUT = {"Caltech101": ("Faces easy",)}
 LABELS = ("targets", "labels", "_labels", "y")  # attributes of torchvision's classes with the labels as indices
 SAMPLES = ("samples", "_samples", "imgs")  # attributes with pairs of a path and a label
 NUMBERED = {"SVHN": 10, "GTSRB": 43}  # data sets without class names; numbers are used
-OWN_OPTIONS = ("config", "image", "label", "train", "test", "grey")
 TESTS = ("test", "validation")
 
 
 def open_torchvision(body: str, options: Options) -> Source:
     """Open the data set ``body`` under ``root=`` with its own train and test splits, or else a seeded 80/20 split."""
-    options.check_names(("root", "grey"))
     kind = _kind(body, options)
     root = options.text("root")
     if not root:
@@ -174,7 +172,6 @@ def open_hugging_face(body: str, options: Options) -> Source:
     A label is a ClassLabel. ``image=`` and ``label=`` name the columns if they are ambiguous, ``train=`` and ``test=``
     the splits. Code in a data set is never run.
     """
-    options.check_names(OWN_OPTIONS)
     if not body:
         raise DataError(f"{options.uri}: names no data set; write hf:owner/name.")
     loaded = _load_dataset(body, options)

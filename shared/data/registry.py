@@ -1,54 +1,23 @@
-"""Opens the source of a data URI. A new kind of source needs one more row in ``SCHEMES``."""
+"""Opens the source of a data URI. A new kind of source is a row of `schemes.SCHEMES`."""
 
 from __future__ import annotations
 
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from promptfed.shared.data.digits import open_digits
-from promptfed.shared.data.emoji.source import open_emoji, open_scenes
-from promptfed.shared.data.folder import open_csv, open_folder
-from promptfed.shared.data.medical.opening import open_dicom
 from promptfed.shared.data.options import CUTTING_OPTIONS, Options, Parts, Role, apply_common
-from promptfed.shared.data.photographs import open_solar, open_stamps
 from promptfed.shared.data.pixels import Scale, scale_text
-from promptfed.shared.data.public_sets import open_hugging_face, open_torchvision
+from promptfed.shared.data.schemes import SCHEMES
 from promptfed.shared.data.source import DataError, Source
-from promptfed.shared.data.symbols import open_symbols
 from promptfed.shared.plain_text import alike_text, expect_visible
 
 log = logging.getLogger("promptfed.data")
-
-SCHEMES: dict[str, Callable[[str, Options], Source]] = {
-    "symbols": open_symbols,
-    "digits": open_digits,
-    "emoji": open_emoji,
-    "emoji-scenes": open_scenes,
-    "folder": open_folder,
-    "csv": open_csv,
-    "dicom": open_dicom,
-    "solar": open_solar,
-    "stamps": open_stamps,
-    "torchvision": open_torchvision,
-    "hf": open_hugging_face,
-}
-"""Opener by scheme: what stands between the colon and the question mark, and the options -> the whole source."""
-
-_CLASSES = frozenset({"only", "min_per_class"})
-AT_OPENING = {"folder": _CLASSES, "csv": _CLASSES}
-"""Common options that the opener of a scheme applies itself: a class left out may be as it likes."""
-
-BY_ROLE = frozenset({"folder", "csv", "dicom"})
-"""Schemes that give an evaluator other images than a trainer."""
-
-REDRAWN = frozenset({"symbols"})
-"""Schemes whose test images are drawn: ``test_seed=`` draws others. Elsewhere the test images are what there is."""
 
 
 def open_source(uri: str, role: Role = "trainer", greys: Sequence[Scale] = ()) -> Source:
@@ -106,7 +75,7 @@ def parse_uri(uri: str, role: Role = "trainer") -> tuple[str, str, Options]:
 
 def open_whole(scheme: str, body: str, options: Options) -> Source:
     """The data set before the common options are applied."""
-    source = SCHEMES[scheme](body, options)
+    source = SCHEMES[scheme].open(body, options)
     try:
         for name in source.class_names:
             expect_visible(name)
@@ -117,7 +86,7 @@ def open_whole(scheme: str, body: str, options: Options) -> Source:
 
 def cut(scheme: str, source: Source, options: Options, known: Parts | None = None) -> Source:
     """Apply the common options to ``source``, the whole data set."""
-    return apply_common(source, options.without(AT_OPENING.get(scheme, ())), known)
+    return apply_common(source, options.without(SCHEMES[scheme].at_opening), known)
 
 
 def check_filled(source: Source, role: Role = "trainer") -> None:
@@ -161,10 +130,11 @@ class SharedSources:
         return source
 
     def _whole(self, scheme: str, body: str, options: Options) -> _Whole:
-        cutting = CUTTING_OPTIONS - AT_OPENING.get(scheme, frozenset())
+        kind = SCHEMES[scheme]
+        cutting = CUTTING_OPTIONS.difference(kind.at_opening)
         own = {name: value for name, value in options.values.items() if name not in cutting}
-        whole_test = scheme in BY_ROLE and options.is_whole_test
-        key = scheme, body, tuple(sorted(own.items())), scheme in BY_ROLE and options.role == "evaluator", whole_test
+        whole_test = kind.of_files and options.is_whole_test
+        key = scheme, body, tuple(sorted(own.items())), kind.of_files and options.role == "evaluator", whole_test
         if key not in self._wholes:
             self._wholes[key] = _Whole(open_whole(scheme, body, options))
         return self._wholes[key]

@@ -1,14 +1,104 @@
-"""Which data URIs name pictures that are promptfed's own drawings. Importing this module does not import torch."""
+"""The kinds of data sources, a row each. Importing this module does not import torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-DRAWN = frozenset({"symbols", "digits", "emoji", "emoji-scenes"})
-"""Schemes of the pictures that come with promptfed."""
+if TYPE_CHECKING:
+    from promptfed.shared.data.options import Options
+    from promptfed.shared.data.source import Source
+
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A kind of source, ``scheme:body?option=value``.
+
+    Attributes:
+        opener: ``module:function`` below `promptfed.shared.data`: the body and the options -> the whole source.
+        options: its own, beside those of all sources.
+        example, holds, where: a URI, what its pictures are, and where they come from.
+        of_files: these are the owner's files: hashed when they are opened, and for an evaluator all test images.
+        at_opening: common options that the opener applies itself: a class left out may be as it likes.
+        redrawn: test images are drawn, and ``test_seed=`` draws others. Elsewhere they are what there is.
+    """
+
+    opener: str
+    options: tuple[str, ...]
+    example: str
+    holds: str
+    where: str = EMBEDDED
+    of_files: bool = False
+    at_opening: tuple[str, ...] = ()
+    redrawn: bool = False
+
+    def open(self, body: str, options: Options) -> Source:
+        """The whole source. Raises DataError for an option that it does not take, and as the opener does."""
+        options.check_names(self.options)
+        module, _, name = self.opener.partition(":")
+        source: Source = getattr(import_module(f"promptfed.shared.data.{module}"), name)(body, options)
+        return source
+
+
+OF_CLASSES, OF_FILES = ("only", "min_per_class"), ("domain", "group", "grey", "on_unreadable")
+OF_TABLES = (*OF_FILES, "groups", "labels", "columns")
+MEDICAL = ("labels", "columns", "group", "groups", "index", "on_unreadable", "level", "frames", "window")
+SCHEMES = {
+    "symbols": Scheme(
+        "symbols:open_symbols", ("domain", "topic", "per_class", "test_per_class", "test_seed"),
+        "symbols:sketch?topic=weather", "102 drawn symbols in ten styles", redrawn=True,
+    ),
+    "digits": Scheme("digits:open_digits", ("domain",), "digits?domain=inverted", "1,797 handwritten digits"),
+    "emoji": Scheme(
+        "emoji.source:open_emoji", ("level", "test", "purpose", "drawn_by"),
+        "emoji:flat", "521 things as three designers drew them, in seven styles",
+    ),
+    "emoji-scenes": Scheme(
+        "emoji.source:open_scenes", ("count", "test_count", "seed", "purpose"),
+        "emoji-scenes:flat", "scenes of one to five emoji, with several labels each",
+    ),
+    "folder": Scheme(
+        "folder:open_folder", OF_FILES, "folder:/data/pets", "class folders of images", "yours",
+        of_files=True, at_opening=OF_CLASSES,
+    ),
+    "csv": Scheme(
+        "folder:open_csv", OF_TABLES, "csv:/data/table.csv",
+        "a table of paths and labels, one or several for each image", "yours", of_files=True, at_opening=OF_CLASSES,
+    ),
+    "dicom": Scheme(
+        "medical.opening:open_dicom", MEDICAL,
+        "dicom:/data/scans", "DICOM images, series or studies with a table of labels", "promptfed[medical]",
+        of_files=True,
+    ),
+    "solar": Scheme(
+        "photographs:open_solar", ("domain", "defect", "per_class"), "solar?domain=mono",
+        "2,624 photographs of solar cells, functional or defective", "promptfed[photos]",
+    ),
+    "stamps": Scheme(
+        "photographs:open_stamps", ("level", "root", "per_class"), "stamps",
+        "cut-out photographs of animals and things", "apt-get install tuxpaint-stamps-default",
+    ),
+    "torchvision": Scheme(
+        "public_sets:open_torchvision", ("root", "grey"), "torchvision:OxfordIIITPet?root=/data",
+        "data sets that torchvision reads", "yours, downloaded before",
+    ),
+    "hf": Scheme(
+        "public_sets:open_hugging_face", ("config", "image", "label", "train", "test", "grey"), "hf:owner/name",
+        "data sets of the Hugging Face library", "promptfed[hf]",
+    ),
+}  # fmt: skip
+
+
+def scheme_of(uri: str) -> Scheme | None:
+    """The kind of source that a data URI names; None for an unknown one."""
+    return SCHEMES.get(re.split("[:?]", uri, maxsplit=1)[0])
 
 
 def all_drawn(uris: Iterable[str]) -> bool:
     """Whether all of these URIs name embedded drawings."""
-    return {re.split("[:?]", uri, maxsplit=1)[0] for uri in uris} <= DRAWN
+    return all((scheme := scheme_of(uri)) is not None and scheme.where == EMBEDDED for uri in uris)

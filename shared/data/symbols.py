@@ -36,7 +36,6 @@ TEST_PER_CLASS = 10
 TEMPLATE = "a photo of a {}."
 _DIGEST, _MOST_KEPT = 32, 512  # bytes before the pixels of a file, and files: a batch takes 0.44 MB
 _AT_ONCE = 64  # images drawn in one batch; more take more memory and no less time
-OWN_OPTIONS = ("domain", "topic", "per_class", "test_per_class", "test_seed")
 
 
 def hash_keys(*parts: str | int | np.ndarray) -> np.ndarray:
@@ -402,7 +401,6 @@ def _render_style(glyphs: Tensor, style: str, keys: np.ndarray, pose: float) -> 
 
 def open_symbols(body: str, options: Options) -> Source:
     """Open the symbols in one domain: ``body``, or ``domain=`` if the body is empty (default: photo)."""
-    options.check_names(OWN_OPTIONS)
     if body and options.text("domain") not in (None, body):
         raise DataError(f"{options.uri}: names two domains, {body} and {options.text('domain')}.")
     style = body or options.text("domain") or "photo"

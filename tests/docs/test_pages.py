@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import re
@@ -17,6 +16,7 @@ import pytest
 
 from promptfed.coordinator.problems import Refusal
 from promptfed.shared.data.options import COMMON_OPTIONS
+from promptfed.shared.data.schemes import SCHEMES
 from promptfed.shared.methods import METHODS
 from promptfed.shared.service.reasons import Exit
 from tests import ROOT
@@ -233,21 +233,9 @@ def test_the_page_has_every_exit_code() -> None:
     ]
 
 
-def accepted_options() -> set[str]:
-    """What the data sources accept, by their calls of ``check_names``."""
-    found: set[str] = set(COMMON_OPTIONS)
-    for path in sorted((ROOT / "shared" / "data").rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for call in ast.walk(ast.parse(path.read_text())):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "check_names":
-                asked = compile(ast.Expression(call.args[0]), str(path), "eval")
-                found |= set(eval(asked, vars(importlib.import_module(f"promptfed.{name}"))))
-    return found
-
-
 def test_every_option_of_a_data_uri_is_on_its_page_and_none_besides() -> None:
     text = (DOCS / "reference" / "data-uris.md").read_text()
     told = {name for span in re.findall(r"`([^`]*)`", text) for name in re.findall(r"(?:^|[?&])([a-z_]+)=", span)}
-    accepted = accepted_options()
+    accepted = set(COMMON_OPTIONS).union(*(scheme.options for scheme in SCHEMES.values()))
     assert len(accepted) > 30
     assert told - {"domains"} == accepted  # a keyword of promptfed.run

@@ -14,6 +14,7 @@ from promptfed.cli.app import app, with_options
 from promptfed.cli.common import Json
 from promptfed.console.output import console, expect_suffix, listing, note, percent, print_json, say, table
 from promptfed.shared.data import DataError
+from promptfed.shared.data.schemes import SCHEMES
 from promptfed.shared.errors import BadInput
 from promptfed.shared.plain_text import counted, look_alikes, plain, quoted
 from promptfed.shared.service.reasons import why
@@ -35,35 +36,15 @@ MOST_COPIES = 20  # pictures that are printed
 NAMED, AT_ONCE, NAMING_SECONDS = 100, 10, 10.0
 """Images that the embedded backbones name, how many of them at once, and how long all of this may take."""
 
-OF_FILES = ("folder", "csv", "dicom")  # schemes whose images are hashed when they are opened
-
-SOURCES = {
-    "symbols": ("symbols:sketch?topic=weather", "102 drawn symbols in ten styles", "embedded"),
-    "digits": ("digits?domain=inverted", "1,797 handwritten digits", "embedded"),
-    "emoji": ("emoji:flat", "521 things as three designers drew them, in seven styles", "embedded"),
-    "emoji-scenes": ("emoji-scenes:flat", "scenes of one to five emoji, with several labels each", "embedded"),
-    "folder": ("folder:/data/pets", "class folders of images", "yours"),
-    "csv": ("csv:/data/table.csv", "a table of paths and labels, one or several for each image", "yours"),
-    "dicom": ("dicom:/data/scans", "DICOM images, series or studies with a table of labels", "promptfed[medical]"),
-    "solar": ("solar?domain=mono", "2,624 photographs of solar cells, functional or defective", "promptfed[photos]"),
-    "stamps": ("stamps", "cut-out photographs of animals and things", "apt-get install tuxpaint-stamps-default"),
-    "torchvision": (
-        "torchvision:OxfordIIITPet?root=/data",
-        "data sets that torchvision reads",
-        "yours, downloaded before",
-    ),
-    "hf": ("hf:owner/name", "data sets of the Hugging Face library", "promptfed[hf]"),
-}
-
 
 def sources(context: typer.Context, as_json: Json = False) -> None:
     """List the sources of images, if no command follows."""
     if context.invoked_subcommand is not None:
         return
     if as_json:
-        print_json([{"scheme": name, "example": uri, "holds": held} for name, (uri, held, _) in SOURCES.items()])
+        print_json([{"scheme": name, "example": one.example, "holds": one.holds} for name, one in SCHEMES.items()])
         return
-    listing([(uri, f"{held} ({where})") for uri, held, where in SOURCES.values()])
+    listing([(one.example, f"{one.holds} ({one.where})") for one in SCHEMES.values()])
 
 
 group.callback()(with_options(sources))
@@ -97,7 +78,7 @@ def show(
         split = joined(*parts.values())
         if not len(split):
             raise BadInput(f"{uri} has no image in {part or 'train and test'}: give --part test")
-        alike_rows = _copies(split) if uri.partition(":")[0] in OF_FILES else []
+        alike_rows = _copies(split) if SCHEMES[uri.partition("?")[0].partition(":")[0]].of_files else []
         notes = [name for name, own in parts.items() for _ in range(len(own))]
         sheet = contact_sheet(split, source.class_names, count, notes, [row for group in alike_rows for row in group])
     places = [f"{kind}: {split.path(row) or f'image {row}'}" for row, kind in enumerate(notes)]

@@ -14,7 +14,8 @@ from promptfed.runtime.processes import Site
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data.options import Role
 from promptfed.shared.data.partition import clients_of
-from promptfed.shared.data.registry import BY_ROLE, REDRAWN, class_names_of
+from promptfed.shared.data.registry import class_names_of
+from promptfed.shared.data.schemes import scheme_of
 from promptfed.shared.errors import BadInput
 
 UNSEEN_DOMAIN = "{target}"  # in data: the domain that is left out, for sources that are tested on its images
@@ -50,7 +51,8 @@ class Setting:
 
     def uri(self, data: str, seed: int, **options: Any) -> str:
         """``data`` with the setting's options for this seed and ``options`` (None: left out)."""
-        redrawn = data.partition(":")[0] in REDRAWN and self.validation is None
+        scheme = scheme_of(data)
+        redrawn = scheme is not None and scheme.redrawn and self.validation is None
         common = {
             "shots": self.shots,
             "validation": self.validation,
@@ -63,7 +65,9 @@ class Setting:
         """``data`` of a domain without a trainer, tested on its test split or on all its images."""
         whole = self.target_images == "all" and self.validation is None
         # For evaluators, all images of a folder are test images by default.
-        test_on = "all" if whole else "test" if data.partition(":")[0] in BY_ROLE and self.validation is None else None
+        scheme = scheme_of(data)
+        of_files = scheme is not None and scheme.of_files and self.validation is None
+        test_on = "all" if whole else "test" if of_files else None
         return self.uri(data, seed, shots=None, test_on=test_on)
 
     def domain_uris(self) -> dict[str, str]:

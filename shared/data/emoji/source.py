@@ -44,14 +44,12 @@ POOLS: dict[str, tuple[str, ...]] = {"first": ("microsoft", "google"), "second":
 """Designers whose drawings of a thing were withheld together."""
 
 PURPOSES = ("test", "validation")
-OWN_OPTIONS = ("level", "test", "purpose", "drawn_by")
 LEVELS = ("kinds", "names")
 TEMPLATE = "a photo of a {}."
 _TRAIN_LEAST, _TEST_LEAST = 4, 2  # least things of a kind, for training and for tests in either pool
 DEFAULT_STYLE = "flat"
 _LONGEST_NAME = 64  # joins names of a domain; a client's domain may not contain +
 Cell = tuple[str, int]  # one picture: a style and the index of a thing
-SCENE_OPTIONS = ("count", "test_count", "seed", "purpose")
 COUNT, TEST_COUNT = 1000, 500
 MOST_SCENES = 20_000  # of 12 kB each
 MOST = 5  # things in a scene
@@ -196,7 +194,6 @@ def open_emoji(body: str, options: Options) -> Source:
     of other designers; without ``test=`` the source has only test images. Test pictures are those that the backbone
     pre-trained on emoji has not seen (`splits`). ``purpose=validation`` uses the validation things instead.
     """
-    options.check_names(OWN_OPTIONS)
     drawn = read()
     styles = styles_of(body or DEFAULT_STYLE, drawn, options)
     level = options.choice("level", LEVELS, "kinds") or "kinds"
@@ -316,7 +313,6 @@ def open_scenes(body: str, options: Options) -> Source:
     ``count``, ``test_count``: number of scenes. ``seed`` draws other scenes. ``purpose=train``: test scenes
     show things of the training scenes instead, for choosing settings.
     """
-    options.check_names(SCENE_OPTIONS)
     drawn = read()
     styles = styles_of(body or DEFAULT_STYLE, drawn, options)
     names = kind_names(drawn, splits())

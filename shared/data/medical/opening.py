@@ -27,7 +27,6 @@ from tqdm import tqdm
 from promptfed.shared import get_extra
 from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.folder import (
-    SKIP,
     TEMPLATE,
     LabelColumns,
     Rows,
@@ -65,7 +64,6 @@ PATH = "path"
 _KEYS = (*COLUMNS, PATH)
 _SPLITS = ("train", "test")
 _TABLE = "the table of labels"
-OPTIONS = ("labels", "columns", "group", "groups", "index", SKIP)
 TABLE = "labels.csv"
 DIGEST = 32  # bytes of an image's digest
 
@@ -565,7 +563,6 @@ def open_dicom(body: str, options: Options) -> Source:
     """``dicom:FOLDER``: images, series or studies that ``labels=`` (labels.csv) names."""
     _need("pydicom", options)
 
-    options.check_names((*OPTIONS, "level", "frames", "window"))
     level = options.choice("level", ("image", "series", "study"), "image") or "image"
     return open_files(body, options, _with_window(options), level, checked_frames(options))
 

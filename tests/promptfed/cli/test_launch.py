@@ -15,7 +15,6 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from promptfed.cli.commands.data import SOURCES
 from promptfed.cli.main import app
 from promptfed.runtime.containers import choose_gpus, gpus_of_engine
 from promptfed.runtime.processes import ProcessFailed, Services, Site
@@ -201,9 +200,9 @@ def test_a_federation_of_processes(spec: Path, tmp_path: Path) -> None:
 def test_every_source_is_listed() -> None:
     done = CliRunner().invoke(app, ["data", "--json"])
     assert done.exit_code == Exit.OK
-    assert {one["scheme"] for one in json.loads(done.stdout)} == set(SCHEMES) == set(SOURCES)
+    assert {one["scheme"] for one in json.loads(done.stdout)} == set(SCHEMES)
     listed = CliRunner().invoke(app, ["data"]).stdout
-    for uri, _, where in SOURCES.values():
+    for uri, where in ((one.example, one.where) for one in SCHEMES.values()):
         assert uri in listed
         if where == "embedded":
             assert len(open_source(uri).test) > 0

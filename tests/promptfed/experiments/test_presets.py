@@ -18,7 +18,6 @@ from promptfed.experiments.bench.protocols import PROTOCOLS
 from promptfed.experiments.bench.tables import TableRow, interleaved
 from promptfed.shared.data import Source, open_source, public_sets
 from promptfed.shared.data.options import Options
-from promptfed.shared.data.registry import SCHEMES
 from promptfed.shared.errors import PromptfedError
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
 from promptfed.shared.service.reasons import Exit
@@ -174,7 +173,7 @@ def test_fedtpg_words_each_data_set_as_table_5_does(name: str, monkeypatch: pyte
     def opened(body: str, options: Options) -> Source:
         return replace(small, template=public_sets.TEMPLATES.get(body, public_sets.TEMPLATE))
 
-    monkeypatch.setitem(SCHEMES, "torchvision", opened)
+    monkeypatch.setattr(public_sets, "open_torchvision", opened)
     class_folders(tmp_path / "ucf101")
     data = read_preset(name).setting_of("all", str(tmp_path)).data
     found = {re.split("[:/]", uri.partition("?")[0])[-1]: open_source(uri).template for uri in data}

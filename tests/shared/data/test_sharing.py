@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from promptfed.shared.data import DataError, Source, folder, open_source
+from promptfed.shared.data import DataError, Source, folder, open_source, symbols
 from promptfed.shared.data import source as data_source
-from promptfed.shared.data.registry import SCHEMES, SharedSources
+from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.data.source import image_digest
 
 SMALL = "symbols:sketch?topic=faces&per_class=5&test_per_class=5"
@@ -20,13 +20,13 @@ SMALL = "symbols:sketch?topic=faces&per_class=5&test_per_class=5"
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The data sets that were really opened."""
     found: list[str] = []
-    real = SCHEMES["symbols"]
+    real = symbols.open_symbols
 
     def opener(body: str, options) -> Source:  # type: ignore[no-untyped-def]
         found.append(options.uri)
         return real(body, options)
 
-    monkeypatch.setitem(SCHEMES, "symbols", opener)
+    monkeypatch.setattr(symbols, "open_symbols", opener)
     return found
 
 
