@@ -1,6 +1,6 @@
 # Images from one file, by `docker build --target NAME .`; compose builds `coordinator` and `client`:
 #   coordinator        without torch
-#   coordinator-torch  with torch, for the federations that need it: docs/guides/deploy.md says which
+#   coordinator-torch  with torch, for the federations that need it: docs/guides/containers.md says which
 #   client             with torch; it shares torch's layer with coordinator-torch
 #   serve              an export over HTTP, on top of client
 # Dependencies come before code, so that a change of code installs nothing again.

@@ -66,7 +66,7 @@ class Project:
         return {one["Config"]["Labels"]["com.docker.compose.service"]: one for one in found}
 
     def operator(self) -> httpx.Client:
-        """The API with the operator token, as docs/guides/deploy.md takes it."""
+        """The API with the operator token, as docs/guides/containers.md takes it."""
         token = self.compose("exec", "-T", "coordinator", "cat", "/data/operator.token").stdout.strip()
         headers = {"Authorization": f"Bearer {token}"}
         return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", headers=headers, timeout=30)

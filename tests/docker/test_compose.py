@@ -288,6 +288,6 @@ def test_the_documented_override_is_accepted(engine: None, tmp_path: Path) -> No
 
 
 def documented(kind: str) -> list[str]:
-    """The blocks of one kind in docs/guides/deploy.md."""
-    text = (ROOT / "docs" / "guides" / "deploy.md").read_text()
+    """The blocks of one kind in docs/guides/containers.md."""
+    text = (ROOT / "docs" / "guides" / "containers.md").read_text()
     return [part.split("```")[0] for part in text.split(f"```{kind}\n")[1:]]

@@ -56,10 +56,9 @@ def nothing(folder: Path) -> None:
 
 
 def write_run_file(folder: Path) -> None:
-    """The run file that the page shows, and the images that it names."""
+    """The run file that the page shows."""
     (block,) = re.findall(r"```yaml\n(name: .*?)```", (DOCS / "guides" / "deploy.md").read_text(), re.DOTALL)
-    write_folder(folder / "pets", each=6)
-    (folder / "styles.yaml").write_text(block.replace("/srv/pets", str(folder / "pets")))
+    (folder / "styles.yaml").write_text(block)
 
 
 def write_images(folder: Path) -> None:
@@ -81,6 +80,7 @@ PREPARED: dict[str, Callable[[Path], Any]] = {
     "guides/take-a-result-away.md": write_images,
     "guides/troubleshooting.md": write_images,
     "guides/deploy.md": write_run_file,
+    "guides/site-policy.md": write_images,
 }
 COORDINATOR = """
 promptfed coordinator --data-dir operator --port 8080 > coordinator.log 2>&1 &
