@@ -19,14 +19,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation.global_state import NoTorch
 from promptfed.coordinator.engine.committer import RegistryClosed
+from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler
-from promptfed.coordinator.engine.telemetry import Metrics
-from promptfed.coordinator.http.bodies import JsonBodies, Uploads
-from promptfed.coordinator.http.callers import AuthThrottle
 from promptfed.coordinator.http.headers import PROTOCOL_HEADER, with_headers
+from promptfed.coordinator.http.json_bodies import JsonBodies
+from promptfed.coordinator.http.throttle import AuthThrottle
+from promptfed.coordinator.http.uploads import Uploads
 from promptfed.coordinator.http.waiting import InTurn
-from promptfed.coordinator.resources import public
+from promptfed.coordinator.resources import health, pages, public
 from promptfed.coordinator.resources.clients import operations as clients
 from promptfed.coordinator.resources.clients import routes as clients_routes
 from promptfed.coordinator.resources.federations import operations as federations
@@ -51,6 +52,8 @@ log = logging.getLogger("promptfed.coordinator")
 
 ROUTERS = (  # those first that each round calls
     tasks_routes.router,
+    health.router,
+    pages.router,
     public.router,
     federations_routes.router,
     clients_routes.router,
@@ -111,7 +114,7 @@ def create_app(settings: Settings) -> Application:
         version="1",
         summary="Federated prompt learning: rounds, tasks and updates as resources",
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's page would load scripts from elsewhere: `resources/public.py` has our own
+        docs_url=None,  # FastAPI's page would load scripts from elsewhere: `resources/pages.py` has our own
         redoc_url=None,
         openapi_url=None,  # there too: it is made and written once
         separate_input_output_schemas=False,
@@ -120,7 +123,7 @@ def create_app(settings: Settings) -> Application:
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
     for router in ROUTERS:
         app.include_router(router)
-    public.add_files_of_docs(app)
+    pages.add_files_of_docs(app)
     for kind in ANSWERED_AS_PROBLEMS:
         app.add_exception_handler(kind, _answer)
     return app

@@ -21,10 +21,10 @@ from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.app import create_app, lifespan
-from promptfed.coordinator.engine import telemetry
+from promptfed.coordinator.engine import log_lines
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.engine.scheduler import has_expired
-from promptfed.coordinator.http.callers import ACCEPTED_AT_ONCE, QUEUE, LimitedConnection
+from promptfed.coordinator.engine.token_expiry import has_expired
+from promptfed.coordinator.http.connections import ACCEPTED_AT_ONCE, QUEUE, LimitedConnection
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.resources.federations import operations as federations
 from promptfed.coordinator.resources.federations.operations import BootstrapFailed, read_spec
@@ -110,7 +110,7 @@ def serve(settings: Settings) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code: 0, or with one line on stderr 2 where it cannot start, 3 where the
     database did not answer in time.
     """
-    telemetry.configure(settings.log_level, settings.log_format)
+    log_lines.configure(settings.log_level, settings.log_format)
     for line in unread():
         log.warning("%s", line)
     raise_open_files()

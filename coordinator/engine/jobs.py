@@ -25,29 +25,20 @@ from promptfed.coordinator.aggregation.rules import Judged, Rule
 from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import SAME_CLASSES, Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
-from promptfed.coordinator.domain.run_state import EVALUATION
 from promptfed.coordinator.engine import sums
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.engine.selection import selected_round
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import Held
-from promptfed.coordinator.store.queries import means_by_round
 from promptfed.coordinator.store.stored_tensors import Stored, put_tensors, room
 from promptfed.coordinator.store.tables import PhaseRow, StateRow, SumRow, TaskRow, UpdateRow
-from promptfed.shared.api.api_schemas import SelectionView
 from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes, needed_bytes
-from promptfed.shared.methods.core.interface import (
-    Measured,
-    MethodError,
-    NeedsBackbone,
-    Phase,
-    ServerContext,
-    has_own,
-)
+from promptfed.shared.methods.core.interface import Measured, MethodError, NeedsBackbone, Phase, ServerContext, has_own
 from promptfed.shared.plain_text import counted
 from promptfed.shared.secagg import SecureError
 from promptfed.shared.service.fault_points import point
-from promptfed.shared.spec.sections import FINAL, best
+from promptfed.shared.spec.sections import FINAL
 from promptfed.shared.tensors import Arrays, TensorError, method_part, size_of, state_hash
 
 FORGOTTEN = "forget"  # the origin of a state from which a client's own part was taken
@@ -138,24 +129,6 @@ def _finite(measured: Measured) -> dict[str, Any]:
 
 def _finite_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
-
-
-def selection_view(session: Session, federation: Federation) -> SelectionView | None:
-    """The best round so far; None without selection, or before a client has told of its held-out images."""
-    asked = federation.spec.selection
-    if asked is None:
-        return None
-    means = means_by_round(session, federation.id, EVALUATION, asked)
-    round = best(means)
-    if round is None:
-        return None
-    return SelectionView(round=round, value=means[round], compared=len(means), **asked.model_dump())
-
-
-def selected_round(session: Session, federation: Federation) -> int:
-    """The chosen round; the last one where no client has told of its held-out images."""
-    view = selection_view(session, federation)
-    return federation.run.round if view is None else view.round
 
 
 def start(registry: Registry, id: str) -> None:

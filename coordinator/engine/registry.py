@@ -24,11 +24,12 @@ from starlette.types import Receive
 from promptfed.coordinator.aggregation.secure_sums import Attempt
 from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.engine import recovery, telemetry
+from promptfed.coordinator.engine import log_lines, recovery
 from promptfed.coordinator.engine.audit import Operator, operator_of
 from promptfed.coordinator.engine.committer import Committer, RegistryClosed
+from promptfed.coordinator.engine.last_seen import LastSeen
+from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.recorder import Change, Changes
-from promptfed.coordinator.engine.telemetry import LastSeen, Metrics
 from promptfed.coordinator.problems import MethodAbsent, NotFound
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.blobs import Blobs
@@ -206,7 +207,7 @@ class Registry:
     def _begin(self, federation: Federation) -> None:
         """Continue the run of a federation that was just read."""
         if federation.absent is not None:
-            log.error("%s is left alone: %s", federation.name, federation.absent, extra=telemetry.where(federation))
+            log.error("%s is left alone: %s", federation.name, federation.absent, extra=log_lines.where(federation))
         elif federation.run.state not in ENDED:
             now = clock.monotonic()
             with self.change(federation.id) as change:
@@ -345,5 +346,5 @@ class Registry:
             keys += [(id, EVENTS), *((id, name) for name in names)]
         self.wake(keys)
         for change in changes.by_id.values():
-            for kind, data in telemetry.together(change.emitted):
-                log.info(kind, extra=telemetry.of_event(change.federation.name, data))
+            for kind, data in log_lines.together(change.emitted):
+                log.info(kind, extra=log_lines.of_event(change.federation.name, data))

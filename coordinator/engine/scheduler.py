@@ -9,37 +9,26 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from sqlalchemy import bindparam, update
 from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 
 from promptfed.coordinator.aggregation.global_state import NoTorch
 from promptfed.coordinator.domain import clock, run_state
-from promptfed.coordinator.domain.federation import EnrolmentToken, Federation
+from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.engine import jobs, retention, telemetry
-from promptfed.coordinator.engine.audit import Operator
+from promptfed.coordinator.engine import jobs, log_lines, retention
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.registry import Registry, wait
+from promptfed.coordinator.engine.token_expiry import mark_expired
 from promptfed.coordinator.problems import NotFound, Refusal
 from promptfed.coordinator.store.backend import DatabaseAway, InUse
 from promptfed.coordinator.store.blobs import DamagedBlob
-from promptfed.coordinator.store.tables import OperatorRow, TokenRow
 from promptfed.shared.machine import give_back
 from promptfed.shared.messages import ENDED
 
-Token = TypeVar("Token", Operator, EnrolmentToken)
-
-_STATEMENTS = {
-    table: update(table)
-    .where(table.digest == bindparam("key"), table.expired_at.is_(None))
-    .values(expired_at=bindparam("moment"))
-    for table in (OperatorRow, TokenRow)
-}
 log = logging.getLogger("promptfed.coordinator")
 FLUSH_SECONDS = 2.0
 TRIM_SECONDS = 30.0  # between two times that free memory goes back to the system, a few milliseconds each
@@ -54,40 +43,6 @@ MOVED_ON = (NotFound, WrongMoment, RegistryClosed)
 
 Job = Callable[[Registry, str], None]
 """What is carried out on the thread for tensor work: of this registry, for the federation with this id."""
-
-
-def has_expired(token: Operator | EnrolmentToken) -> bool:
-    """Whether the token has expired: now by the wall clock, or earlier as a mark says."""
-    return token.expired or token.expires <= clock.utc()
-
-
-def mark(registry: Registry) -> None:
-    """Mark newly expired tokens; without any, nothing is written. Raises SQLAlchemyError, DatabaseAway."""
-    operators = _newly_expired(registry.operators)
-    enrolment = {id: _newly_expired(known.tokens) for id, known in registry.federations.items()}
-    enrolment = {id: digests for id, digests in enrolment.items() if digests}
-    if not operators and not enrolment:
-        return
-    to_mark = ((OperatorRow, operators), (TokenRow, set().union(*enrolment.values())))
-    with registry.exclusively():
-        with registry.database.write() as session:
-            for table, digests in to_mark:
-                rows = [{"key": digest, "moment": clock.now()} for digest in sorted(digests)]
-                if rows:
-                    session.connection().execute(_STATEMENTS[table], rows)
-        registry.operators = _with_marks(registry.operators, operators)
-        for id, digests in enrolment.items():
-            federation = registry.federations.get(id)
-            if federation is not None:
-                registry.note(id, tokens=_with_marks(federation.tokens, digests))
-
-
-def _newly_expired(tokens: Mapping[str, Token]) -> set[str]:
-    return {digest for digest, token in tokens.items() if not token.expired and has_expired(token)}
-
-
-def _with_marks(tokens: Mapping[str, Token], expired: set[str]) -> dict[str, Token]:
-    return {key: replace(token, expired=True) if key in expired else token for key, token in tokens.items()}
 
 
 class Scheduler:
@@ -199,7 +154,7 @@ class Scheduler:
     def _beat(self) -> None:
         self._registry.database.beat()
         self._registry.last_seen.flush()
-        mark(self._registry)
+        mark_expired(self._registry)
 
     async def _delete_leftovers(self) -> None:
         try:
@@ -271,7 +226,7 @@ class Scheduler:
 
     def _where(self, id: str) -> dict[str, Any]:
         federation = self._registry.federations.get(id)
-        return telemetry.where(federation) if federation is not None else {"federation": id}
+        return log_lines.where(federation) if federation is not None else {"federation": id}
 
     def _attempt(self, id: str, job: Job) -> None:
         try:

@@ -1,33 +1,27 @@
-"""Dependencies of the routes: the registry, the caller, and the federation; what the description says of refusals."""
+"""Dependencies of the routes: the registry, the caller, and the federation."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Path, Query, Request, Response
-from fastapi.dependencies.models import Dependant
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.models import HTTPBearer
-from fastapi.routing import APIRoute
 from fastapi.security.base import SecurityBase
 from fastapi.security.utils import get_authorization_scheme_param
-from pydantic import BaseModel
 
-from promptfed.coordinator import problems
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, OperatorCaller, address_of, authenticate
-from promptfed.coordinator.problems import MEDIA_TYPE, MethodAbsent, NotFound, Refusal, Withdrawn, WrongRole
+from promptfed.coordinator.http.known_query import expect_known_query
+from promptfed.coordinator.problems import MethodAbsent, NotFound, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.signing import Signer
 from promptfed.shared.api.api_schemas import LEVELS, OperatorRole
 
-Known = TypeVar("Known", OperatorCaller, EnrollingCaller, ClientCaller)
-_QUERIES: dict[Callable[..., Any], frozenset[str]] = {}  # the keys of queries, by what answers a route
+Caller = TypeVar("Caller", OperatorCaller, EnrollingCaller, ClientCaller)
 ROLE = "Promptfed-Role"
 """The header by which a page knows what its operator may do."""
 
@@ -39,27 +33,6 @@ TokenId = Annotated[str, Path(description="id or name of the enrolment token", m
 TaskId = Annotated[str, Path(max_length=100, pattern=NO_NUL)]
 Limit = Annotated[int, Query(ge=1, le=1000, description="at most so many")]
 After = Annotated[str | None, Query(max_length=100, pattern=NO_NUL, description="`next` of the page before")]
-ANY_REQUEST: tuple[type[Refusal], ...] = (
-    problems.InvalidRequest,
-    problems.UnreadableBody,
-    problems.DigestMismatch,
-    problems.UploadTimeout,
-    problems.BodyTooLarge,
-    problems.InternalError,
-    problems.Waiting,
-)
-ANY_CALLER: tuple[type[Refusal], ...] = (
-    problems.ProtocolVersion,
-    problems.Unauthorized,
-    problems.TokenExpired,
-    problems.TooManyFailures,
-    problems.WrongRole,
-    problems.OtherCertificate,
-    problems.NotFound,
-    problems.StoreAway,
-    problems.StorageDamaged,
-    problems.MethodAbsent,
-)
 
 
 # Asynchronous although they wait for nothing: the others would each be sent to a thread.
@@ -87,11 +60,11 @@ class _Caller(SecurityBase):
         self.scheme_name = name
         self.model = HTTPBearer(description=description)
 
-    async def _of_kind(self, kind: type[Known], wanted: str, request: Request) -> Known:
-        """The caller, if it is of this kind. Raises Refusal, which names the ``wanted`` token."""
+    async def _of_kind(self, kind: type[Caller], token: str, request: Request) -> Caller:
+        """The caller, if it is of this kind. Raises Refusal, which names the ``token`` that this call takes."""
         caller = await authenticate(request, request.app.state.registry, _bearer(request))
         if not isinstance(caller, kind):
-            raise WrongRole(f"this call takes {wanted}")
+            raise WrongRole(f"this call takes {token}")
         return caller
 
 
@@ -108,37 +81,8 @@ class _OperatorCaller(_Caller):
             raise WrongRole(f"this call takes the role {self._role}; {caller.name} has the role {caller.role}")
         audit.actor.set(audit.Actor(caller.name, caller.role, address_of(request)))
         response.headers[ROLE] = caller.role
-        _expect_known_query(request)
+        expect_known_query(request)
         return caller
-
-
-def _expect_known_query(request: Request) -> None:
-    """Refuse a known caller's query with a key that the route does not declare, which it would ignore."""
-    if request.scope["query_string"]:
-        unknown = set(request.query_params) - _queries_of(request.scope["route"])
-        if unknown:
-            errors = [{"type": "extra_forbidden", "loc": ("query", key), "msg": ""} for key in sorted(unknown)]
-            raise RequestValidationError(errors)
-
-
-def _queries_of(route: APIRoute) -> frozenset[str]:
-    """The keys of all query parameters of a route."""
-    known = _QUERIES.get(route.endpoint)
-    if known is None:
-        known = _QUERIES[route.endpoint] = frozenset(_queries(route.dependant))
-    return known
-
-
-def _queries(dependant: Dependant) -> Iterator[str]:
-    """Query parameters of a route or dependency and of those below it; those of a model are its fields."""
-    for parameter in dependant.query_params:
-        kind = parameter.field_info.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from (field.alias or name for name, field in kind.model_fields.items())
-        else:
-            yield parameter.alias
-    for inner in dependant.dependencies:
-        yield from _queries(inner)
 
 
 IsViewer = Annotated[OperatorCaller, Depends(_OperatorCaller("viewer", "viewer", "an operator's, with any role"))]
@@ -187,12 +131,12 @@ class Enrolling:
 class _EnrollingCaller(_Caller):
     async def __call__(self, request: Request, federation: FederationId) -> Enrolling:
         caller = await self._of_kind(EnrollingCaller, "an enrolment token", request)
-        own = _own(request.app.state.registry, federation, caller.federation)
-        known = own.tokens.get(caller.token)
-        if known is not None:
-            audit.actor.set(audit.Actor(known.name, "enrolment", address_of(request)))
-        _expect_known_query(request)
-        return Enrolling(own, caller.token)
+        found = _of_caller(request.app.state.registry, federation, caller.federation)
+        token = found.tokens.get(caller.token)
+        if token is not None:
+            audit.actor.set(audit.Actor(token.name, "enrolment", address_of(request)))
+        expect_known_query(request)
+        return Enrolling(found, caller.token)
 
 
 def _bearer(request: Request) -> str | None:
@@ -212,19 +156,19 @@ class _ClientCaller(_Caller):
     async def __call__(self, request: Request, federation: FederationId) -> CallingClient:
         caller = await self._of_kind(ClientCaller, "the secret that the client enrolled with", request)
         registry = request.app.state.registry
-        own = _own(registry, federation, caller.federation)
-        request.state.client = (own.id, caller.client.name)
+        found = _of_caller(registry, federation, caller.federation)
+        request.state.client = (found.id, caller.client.name)
         registry.last_seen.seen(caller.client.id)
         if not caller.active:
             raise Withdrawn("the operator has withdrawn this client from the federation")
-        _expect_known_query(request)
-        return CallingClient(own, caller.client)
+        expect_known_query(request)
+        return CallingClient(found, caller.client)
 
 
-def _own(registry: Registry, asked: str, own_id: str) -> Federation:
-    federation = registry.find_any(own_id)
-    if asked not in (federation.id, federation.name):
-        raise NotFound(f"there is no federation {asked[:100]!r} here: check its name")
+def _of_caller(registry: Registry, name: str, id: str) -> Federation:
+    federation = registry.find_any(id)
+    if name not in (federation.id, federation.name):
+        raise NotFound(f"there is no federation {name[:100]!r} here: check its name")
     if federation.absent is not None:
         # Why, which may hold a package's own error with this machine's paths, is for the operator.
         raise MethodAbsent(f"{federation.name} cannot go on at this coordinator now: ask its operator")
@@ -239,28 +183,3 @@ OperatedAny = Annotated[Federation, Depends(_operated_any)]
 """The federation for operators, also if its method is absent."""
 EnrollingBy = Annotated[Enrolling, Depends(_EnrollingCaller("enrolment", "minted by the operator"))]
 Calling = Annotated[CallingClient, Depends(_ClientCaller("client", "the secret the client enrolled with"))]
-
-
-def for_callers(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI responses for a route that asks for a token, and refuses with ``kinds``."""
-    return documented(*ANY_CALLER, *kinds)
-
-
-def for_clients(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
-    """The same for a route that only clients may call."""
-    return for_callers(problems.Withdrawn, *kinds)
-
-
-def documented(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI responses for a route that refuses with ``kinds``, besides those of any request."""
-    texts: dict[int, dict[str, None]] = defaultdict(dict)  # as an ordered set
-    for kind in (*kinds, *ANY_REQUEST):
-        texts[kind.status][f"`{kind.kind}`: {kind.title}"] = None
-    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
-    return {status: {"description": "; ".join(kinds_), "content": content} for status, kinds_ in sorted(texts.items())}
-
-
-def body(media_type: str, schema: dict[str, Any], description: str | None = None) -> dict[str, Any]:
-    """The ``openapi_extra`` of a route that reads its required body itself."""
-    told = {} if description is None else {"description": description}
-    return {"requestBody": {"required": True, **told, "content": {media_type: {"schema": schema}}}}

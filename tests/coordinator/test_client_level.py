@@ -15,7 +15,7 @@ from sqlalchemy import select
 
 from promptfed.coordinator.domain.round_machine import poisson_sample
 from promptfed.coordinator.engine import registry as registries
-from promptfed.coordinator.engine.telemetry import UNTELLING
+from promptfed.coordinator.engine.metrics import UNTELLING
 from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 from promptfed.shared.privacy.accounting import Event, epsilon_of, replace_one_epsilon
 from promptfed.shared.privacy.noise import NoiseStream, SeededNoise
@@ -28,9 +28,7 @@ from tests.support.waiting import wait_for
 
 NAMES = ("a", "b", "c", "d", "e", "f")
 
-
 PRIVACY = {"level": "client", "clip": 1.5, "noise_multiplier": 1.0, "accept_noise": True}
-
 
 POISSON = {"min_clients": 6, "sampling": "poisson", "fraction": 0.5, "quorum": 0.1}
 
@@ -258,9 +256,7 @@ def test_noisy_counts_are_told_as_such(coordinator: InThread) -> None:
 
 # Who takes part under Poisson sampling: what each class of readers learns of it, channel by channel.
 
-
 FEDERATION = "/v1/federations/{federation}"
-
 
 OF_VIEWERS = {
     FEDERATION: "without who is asked, awaited or has answered, and without the phase's deadline",
@@ -268,7 +264,6 @@ OF_VIEWERS = {
     f"{FEDERATION}/rounds/{{round}}/card": "a card, without bytes and counted updates",
     f"{FEDERATION}/enrolment-tokens": "who has enrolled, which is public",
 }
-
 
 OF_CLIENTS = {f"{FEDERATION}/{own}" for own in ("task", "tasks/{task_id}/payload", "spends")}
 

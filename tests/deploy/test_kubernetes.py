@@ -15,16 +15,14 @@ import yaml
 from promptfed.client_service.monitor import Monitor, Status
 from promptfed.client_service.settings import Settings as ClientSettings
 from promptfed.coordinator import problems
-from promptfed.coordinator.engine.telemetry import ALERTING, Metrics
+from promptfed.coordinator.engine.metrics import ALERTING, Metrics
 from promptfed.coordinator.settings import Settings
 from promptfed.shared.service.process import given_settings
 from tests import ROOT
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 
-
 VERSIONS = ("1.30", "1.33")
-
 
 OF_KUSTOMIZE = "kustomization.yaml"
 
@@ -138,12 +136,9 @@ def test_the_clients_variables_are_ones_that_it_has() -> None:
 
 # The files of ``deploy/monitoring``: every query names what is exported, and the alerts fire when they should.
 
-
 FOLDER_MONITORING = ROOT / "deploy" / "monitoring"
 
-
 ALERTS = FOLDER_MONITORING / "alerts.yaml"
-
 
 LABEL = re.compile(r"(promptfed_\w+)\{(\w+)=~?\"([^\"]+)\"\}")
 

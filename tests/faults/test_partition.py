@@ -178,7 +178,7 @@ def test_clients_that_never_come_back_pause_the_federation_after_two_deadlines(
 def test_slow_uploads_hold_up_neither_each_other_nor_anybody_else(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("promptfed.coordinator.http.bodies.SMALL", 0)  # these stand for large ones
+    monkeypatch.setattr("promptfed.coordinator.http.uploads.SMALL", 0)  # these stand for large ones
     with Proxy(coordinator.url, nothing) as proxy:
         federation, clients, tasks = opened_behind(proxy, coordinator)
         bodies = [

@@ -14,8 +14,8 @@ import torch
 
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.http import callers
-from promptfed.coordinator.http.callers import GUESSES, AuthThrottle
+from promptfed.coordinator.http import throttle
+from promptfed.coordinator.http.throttle import GUESSES, AuthThrottle
 from promptfed.coordinator.problems import TooManyFailures
 from promptfed.coordinator.settings import Settings
 from promptfed.shared.service.digests import is_proven
@@ -26,7 +26,6 @@ from tests.support.coordinators import InThread, Make, in_thread
 from tests.support.open_phases import enrolled, launched
 
 FEDERATION = "/v1/federations/{federation}"
-
 
 ROLES = ("viewer", "operator", "admin")  # each role includes the rights of the previous one
 
@@ -228,7 +227,6 @@ def test_what_is_open_needs_no_token(door: Door, call: str) -> None:
 # Events never end, and the federation trains.
 ELSEWHERE = ("GET .../events",)
 
-
 READING = [call for call, who in TABLE.items() if call.startswith("GET") and who != "anyone" and call not in ELSEWHERE]
 
 
@@ -246,7 +244,7 @@ HOT += ("PUT .../tasks/{task_id}/evaluation",)
 
 @pytest.mark.parametrize("call", HOT)
 def test_wrong_tokens_count_for_their_address(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callers, "GUESSES", 1)  # two different wrong tokens are guessing here
+    monkeypatch.setattr(throttle, "GUESSES", 1)  # two different wrong tokens are guessing here
     options = {"forwarded_allow_ips": "127.0.0.1", "auth_failures_per_minute": 2}
     with in_thread(tmp_path / "data", **options) as coordinator:
         _, (a, b) = launched(coordinator, "a", "b", name="mine")
@@ -269,7 +267,6 @@ def test_wrong_tokens_count_for_their_address(tmp_path: Path, call: str, monkeyp
 
 
 # Failed authentication is limited by address: wrong tokens wait, right ones pass unless somebody is guessing.
-
 
 MOST = 5
 
@@ -363,8 +360,8 @@ def test_guessing_is_limited_whatever_is_guessed(now: list[float]) -> None:
 
 
 def test_memory_is_bounded(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callers, "MOST_ADDRESSES", 10)
-    monkeypatch.setattr(callers, "MOST_TOKENS", 10)
+    monkeypatch.setattr(throttle, "MOST_ADDRESSES", 10)
+    monkeypatch.setattr(throttle, "MOST_TOKENS", 10)
     limit = AuthThrottle(1)
     for number in range(50):
         fail(limit, f"1.2.3.{number}", 1, f"wrong-{number}")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from promptfed.coordinator import server
-from promptfed.coordinator.http import callers
+from promptfed.coordinator.http import callers, throttle
 from promptfed.shared.messages import EnrolRequest
 from promptfed.shared.service import http_connection, net
 from promptfed.testing.clients import (
@@ -259,9 +259,7 @@ def test_a_limit_that_cannot_be_raised_stays(monkeypatch: pytest.MonkeyPatch) ->
 
 # Bodies of JSON: a stranger's is not read, a slow one is not waited for, and no text in one breaks an answer.
 
-
 ANNOUNCED = 30 << 20
-
 
 HALF_A_PAIR = b"\\ud800"
 
@@ -291,7 +289,7 @@ def test_a_stranger_s_body_is_not_waited_for(coordinator: InThread, token: str |
 
 
 def test_no_right_guess_shows_after_too_many(coordinator_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callers, "GUESSES", 1)
+    monkeypatch.setattr(throttle, "GUESSES", 1)
     coordinator = coordinator_with(auth_failures_per_minute=1)
     federation = coordinator.create()
     token = coordinator.token(federation)
@@ -323,8 +321,8 @@ def test_a_body_that_does_not_arrive_is_given_up(coordinator_with: Make) -> None
 def test_one_client_s_slow_uploads_keep_nobody_else_out(
     coordinator_with: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("promptfed.coordinator.http.bodies.SMALL", 0)  # these stand for large ones
-    monkeypatch.setattr("promptfed.coordinator.http.bodies.BEHIND_SECONDS", PATIENCE)
+    monkeypatch.setattr("promptfed.coordinator.http.uploads.SMALL", 0)  # these stand for large ones
+    monkeypatch.setattr("promptfed.coordinator.http.uploads.BEHIND_SECONDS", PATIENCE)
     coordinator = coordinator_with(max_uploads=8, upload_wait_seconds=2 * PATIENCE, upload_timeout_seconds=2 * PATIENCE)
     federation, (a, b), (task_a, task_b) = open_first_phase(coordinator)
     uploads = coordinator.app.state.uploads

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from promptfed.coordinator.engine.telemetry import JsonFormatter
+from promptfed.coordinator.engine.log_lines import JsonFormatter
 from promptfed.testing.clients import bearer, drive, secret_of, update_body
 from tests.support.coordinators import ForkedCoordinator, InThread
 from tests.support.open_phases import completed, enrolled, launched

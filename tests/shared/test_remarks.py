@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from promptfed.coordinator.resources.results.rounds import _cell
+from promptfed.coordinator.resources.results.numbers import _cell
 from promptfed.shared.api.report_schemas import (
     ClientEvaluation,
     Reached,
@@ -178,7 +178,6 @@ def test_a_backbone_that_learned_the_pictures_is_not_said_not_to_know_them() -> 
 
 
 # Text of others reads as text, wherever it is shown.
-
 
 SHOWN = [
     ("größe 雲 é", "größe 雲 é"),

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Query, Request, Response, status
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.engine import audit
-from promptfed.coordinator.http import deps
-from promptfed.coordinator.http.bodies import Stored
-from promptfed.coordinator.http.callers import address_of, check_certificate, fingerprint
+from promptfed.coordinator.http import openapi
+from promptfed.coordinator.http.callers import address_of
+from promptfed.coordinator.http.certificates import check_certificate, fingerprint
 from promptfed.coordinator.http.deps import (
     After,
     Calling,
@@ -24,6 +24,7 @@ from promptfed.coordinator.http.deps import (
     TokenId,
     Viewed,
 )
+from promptfed.coordinator.http.receipts import Stored
 from promptfed.coordinator.resources.clients import operations, tokens
 from promptfed.coordinator.resources.clients.views import client_view
 from promptfed.coordinator.store import queries
@@ -35,7 +36,7 @@ from promptfed.shared.spec.section import RELEASE
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["enrolment"])
 
 
-@router.get("/enrolment", responses=deps.for_callers())
+@router.get("/enrolment", responses=openapi.for_callers())
 def get_enrolment(caller: EnrollingBy) -> EnrolmentInfo:
     """What a client must know before it can enrol."""
     return operations.enrolment_info(caller.federation)
@@ -47,7 +48,7 @@ def get_enrolment(caller: EnrollingBy) -> EnrolmentInfo:
     response_model=EnrolResponse,
     responses={
         200: {"model": EnrolResponse, "description": "the same name and secret again: the same identity"},
-        **deps.for_callers(
+        **openapi.for_callers(
             problems.Withdrawn,
             problems.NameTaken,
             problems.TokenUsedUp,
@@ -85,7 +86,7 @@ async def post_client(request: Request, registry: RegistryOf, caller: EnrollingB
     return Stored(known, new)
 
 
-@router.get("/clients", responses=deps.for_callers())
+@router.get("/clients", responses=openapi.for_callers())
 def list_clients(registry: RegistryOf, federation: Informed, limit: Limit = 100, after: After = None) -> ClientPage:
     """The enrolled clients in order of name, with their last request and last refusal."""
     registry.last_seen.flush_if_possible()
@@ -97,7 +98,7 @@ def list_clients(registry: RegistryOf, federation: Informed, limit: Limit = 100,
 @router.delete(
     "/clients/{client_id}",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=deps.for_callers(problems.WrongState, problems.StorageFull, problems.UpdatesMasked),
+    responses=openapi.for_callers(problems.WrongState, problems.StorageFull, problems.UpdatesMasked),
 )
 def withdraw_client(
     registry: RegistryOf,
@@ -114,7 +115,7 @@ def withdraw_client(
 @router.post(
     "/withdrawal",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=deps.for_callers(problems.Withdrawn, problems.WrongState, problems.StorageFull),
+    responses=openapi.for_callers(problems.Withdrawn, problems.WrongState, problems.StorageFull),
 )
 def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> None:
     """Leave the federation: a withdrawal by the client itself. Its update of the open phase does not count."""
@@ -125,7 +126,7 @@ def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> 
 @router.delete(
     "/clients/{client_id}/updates",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=deps.for_callers(problems.WrongState, problems.StorageFull),
+    responses=openapi.for_callers(problems.WrongState, problems.StorageFull),
 )
 async def delete_updates(registry: RegistryOf, federation: Operated, client_id: ClientId) -> None:
     """Delete the tensors that a client has sent, after its withdrawal or the federation's end. Reports stay.
@@ -135,7 +136,7 @@ async def delete_updates(registry: RegistryOf, federation: Operated, client_id: 
     await operations.delete_updates(registry, federation.id, client_id)
 
 
-@router.post("/clients/{client_id}/reset", responses=deps.for_callers(problems.StorageFull))
+@router.post("/clients/{client_id}/reset", responses=openapi.for_callers(problems.StorageFull))
 def reset_client(registry: RegistryOf, federation: Operated, client_id: ClientId) -> ClientView:
     """Void the client's secret, so that its name can enrol again with a token for this name. Its id stays."""
     operations.reset(registry, federation.id, client_id)
@@ -146,7 +147,7 @@ def reset_client(registry: RegistryOf, federation: Operated, client_id: ClientId
 @router.post(
     "/enrolment-tokens",
     status_code=status.HTTP_201_CREATED,
-    responses=deps.for_callers(problems.NameTaken, problems.WrongState, problems.StorageFull),
+    responses=openapi.for_callers(problems.NameTaken, problems.WrongState, problems.StorageFull),
 )
 def mint_token(
     registry: RegistryOf, settings: SettingsOf, federation: Operated, request: TokenRequest | None = None
@@ -155,7 +156,7 @@ def mint_token(
     return tokens.mint(registry, federation.id, request or TokenRequest(), settings.token_hours, fingerprint(settings))
 
 
-@router.get("/enrolment-tokens", responses=deps.for_callers())
+@router.get("/enrolment-tokens", responses=openapi.for_callers())
 def list_tokens(registry: RegistryOf, federation: Viewed, limit: Limit = 100, after: After = None) -> TokenPage:
     """Enrolment tokens without their secrets: their limits, and the clients that enrolled with them."""
     with registry.database.read() as session:
@@ -165,7 +166,7 @@ def list_tokens(registry: RegistryOf, federation: Viewed, limit: Limit = 100, af
 @router.delete(
     "/enrolment-tokens/{token_id}",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=deps.for_callers(problems.StorageFull),
+    responses=openapi.for_callers(problems.StorageFull),
 )
 def revoke_token(registry: RegistryOf, federation: Operated, token_id: TokenId) -> None:
     """Revoke an enrolment token. Clients that enrolled with it stay."""

@@ -22,7 +22,7 @@ from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.engine.scheduler import has_expired
+from promptfed.coordinator.engine.token_expiry import has_expired
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.resources.clients import tokens
 from promptfed.coordinator.settings import Settings

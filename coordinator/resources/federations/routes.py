@@ -13,8 +13,7 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import jobs, recovery, retention
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.http import deps
-from promptfed.coordinator.http.bodies import Incoming, announced_digest, expect_digest
+from promptfed.coordinator.http import openapi
 from promptfed.coordinator.http.callers import OperatorCaller
 from promptfed.coordinator.http.deps import (
     After,
@@ -28,6 +27,7 @@ from promptfed.coordinator.http.deps import (
     knows_who_takes_part,
 )
 from promptfed.coordinator.http.tensors import TENSOR_BODY, TENSORS
+from promptfed.coordinator.http.uploads import Incoming, announced_digest, expect_digest
 from promptfed.coordinator.resources.federations import operations
 from promptfed.coordinator.resources.federations.views import federation_view, without_participation
 from promptfed.shared.api.api_schemas import (
@@ -43,7 +43,7 @@ from promptfed.shared.service import digests
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 
-SPEC_BODY = deps.body("application/json", {"$ref": "#/components/schemas/FederationSpec"})
+SPEC_BODY = openapi.body("application/json", {"$ref": "#/components/schemas/FederationSpec"})
 
 
 @router.post(
@@ -52,7 +52,7 @@ SPEC_BODY = deps.body("application/json", {"$ref": "#/components/schemas/Federat
     response_model=FederationView,
     responses={
         200: {"model": DryRun, "description": "with `dry_run`: the spec is good"},
-        **deps.for_callers(problems.InvalidSpec, problems.NameTaken, problems.KeyReused, problems.StorageFull),
+        **openapi.for_callers(problems.InvalidSpec, problems.NameTaken, problems.KeyReused, problems.StorageFull),
     },
     openapi_extra=SPEC_BODY,
 )
@@ -73,7 +73,7 @@ def create(
         return _view(session, registry, federation)
 
 
-@router.post("/run-file", responses=deps.for_callers(problems.InvalidSpec))
+@router.post("/run-file", responses=openapi.for_callers(problems.InvalidSpec))
 def read_run_file(_: IsOperator, asked: RunText) -> RunContent:
     """Read a run file in YAML or JSON. Nothing is created."""
     return RunContent(content=operations.read_run(asked.text))
@@ -104,7 +104,7 @@ def _listed(session: Session, registry: Registry, federation: Federation, caller
         return _view(session, registry, recovery.unreadable(federation, error), caller)
 
 
-@router.get("", responses=deps.for_callers())
+@router.get("", responses=openapi.for_callers())
 def list_federations(registry: RegistryOf, caller: IsViewer, limit: Limit = 100, after: After = None) -> FederationPage:
     """All federations, oldest first."""
     with registry.database.read() as session:
@@ -116,7 +116,7 @@ def list_federations(registry: RegistryOf, caller: IsViewer, limit: Limit = 100,
         return FederationPage(federations=views, next=following)
 
 
-@router.get("/{federation}", responses=deps.for_callers())
+@router.get("/{federation}", responses=openapi.for_callers())
 def get_federation(registry: RegistryOf, federation: Viewed, caller: IsViewer) -> FederationView:
     """One federation: resolved spec, state and reason, round and phase, clients that answered or are awaited."""
     with registry.database.read() as session:
@@ -126,7 +126,7 @@ def get_federation(registry: RegistryOf, federation: Viewed, caller: IsViewer) -
 @router.delete(
     "/{federation}",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=deps.for_callers(problems.StorageFull, problems.WrongState),
+    responses=openapi.for_callers(problems.StorageFull, problems.WrongState),
 )
 def delete_federation(registry: RegistryOf, federation: OperatedAny) -> None:
     """Delete a federation with all its data."""
@@ -144,7 +144,7 @@ def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationV
 
 @router.post(
     "/{federation}/start",
-    responses=deps.for_callers(
+    responses=openapi.for_callers(
         problems.WrongState,
         problems.NotEnoughClients,
         problems.InitialStateMissing,
@@ -159,19 +159,19 @@ def start(registry: RegistryOf, federation: Operated) -> FederationView:
     return _steer(registry, federation, "start")
 
 
-@router.post("/{federation}/pause", responses=deps.for_callers(problems.WrongState, problems.StorageFull))
+@router.post("/{federation}/pause", responses=openapi.for_callers(problems.WrongState, problems.StorageFull))
 def pause(registry: RegistryOf, federation: Operated) -> FederationView:
     """Pause: no new tasks until it is resumed. Updates of open tasks are still accepted."""
     return _steer(registry, federation, "pause")
 
 
-@router.post("/{federation}/resume", responses=deps.for_callers(problems.WrongState, problems.StorageFull))
+@router.post("/{federation}/resume", responses=openapi.for_callers(problems.WrongState, problems.StorageFull))
 def resume(registry: RegistryOf, federation: Operated) -> FederationView:
     """Resume: an open phase gets its full deadline again. After a missed quorum, failed clients are asked again."""
     return _steer(registry, federation, "resume")
 
 
-@router.post("/{federation}/cancel", responses=deps.for_callers(problems.WrongState, problems.StorageFull))
+@router.post("/{federation}/cancel", responses=openapi.for_callers(problems.WrongState, problems.StorageFull))
 def cancel(registry: RegistryOf, federation: Operated) -> FederationView:
     """End the federation; it cannot be resumed."""
     return _steer(registry, federation, "cancel")
@@ -179,7 +179,7 @@ def cancel(registry: RegistryOf, federation: Operated) -> FederationView:
 
 @router.put(
     "/{federation}/initial-state",
-    responses=deps.for_callers(problems.WrongState, problems.InitialStateMismatch, *TENSORS),
+    responses=openapi.for_callers(problems.WrongState, problems.InitialStateMismatch, *TENSORS),
     openapi_extra=TENSOR_BODY,
 )
 async def put_initial_state(request: Request, registry: RegistryOf, federation: Operated) -> SuppliedState:

@@ -16,9 +16,9 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Client, Federation
-from promptfed.coordinator.engine import telemetry
-from promptfed.coordinator.engine.jobs import selection_view
+from promptfed.coordinator.engine import log_lines
 from promptfed.coordinator.engine.readable import Reading, leniently
+from promptfed.coordinator.engine.selection import selection_view
 from promptfed.coordinator.engine.sums import released
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import (
@@ -146,7 +146,7 @@ def spends_of(session: Session, federation: Federation, client: Client) -> Spend
     of_updates = _of_updates(session, federation, client, reading)
     spends = [*of_updates, *_of_evaluations(session, federation, client, reading)]
     for text in reading.unreadable:
-        log.warning("a spend of %s is not told: %s", client.name, text, extra=telemetry.where(federation))
+        log.warning("a spend of %s is not told: %s", client.name, text, extra=log_lines.where(federation))
     spends.sort(key=lambda spend: (spend.at, spend.round, spend.phase))
     return SpendList(federation_id=federation.id, client=client.name, spends=spends)
 

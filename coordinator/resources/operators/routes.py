@@ -6,7 +6,7 @@ from fastapi import APIRouter, status
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.engine import audit
-from promptfed.coordinator.http import deps
+from promptfed.coordinator.http import openapi
 from promptfed.coordinator.http.deps import After, IsAdmin, Limit, OperatorId, RegistryOf
 from promptfed.coordinator.resources.operators import tokens
 from promptfed.shared.api.api_schemas import AuditPage, MintedOperator, OperatorPage, OperatorRequest
@@ -17,14 +17,14 @@ router = APIRouter(prefix="/v1", tags=["operators"])
 @router.post(
     "/operators",
     status_code=status.HTTP_201_CREATED,
-    responses=deps.for_callers(problems.StorageFull),
+    responses=openapi.for_callers(problems.StorageFull),
 )
 def mint_operator(registry: RegistryOf, _: IsAdmin, request: OperatorRequest) -> MintedOperator:
     """Create a token for an operator. Earlier tokens of the operator stay valid."""
     return tokens.mint(registry, request)
 
 
-@router.get("/operators", responses=deps.for_callers())
+@router.get("/operators", responses=openapi.for_callers())
 def list_operators(registry: RegistryOf, _: IsAdmin, limit: Limit = 100, after: After = None) -> OperatorPage:
     """Operators' tokens without their secrets. The data folder's token is not listed."""
     with registry.database.read() as session:
@@ -34,14 +34,14 @@ def list_operators(registry: RegistryOf, _: IsAdmin, limit: Limit = 100, after: 
 @router.delete(
     "/operators/{operator}",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=deps.for_callers(problems.StorageFull),
+    responses=openapi.for_callers(problems.StorageFull),
 )
 def revoke_operator(registry: RegistryOf, _: IsAdmin, operator: OperatorId) -> None:
     """Revoke one token by its id, or all tokens of an operator by name."""
     tokens.revoke(registry, operator)
 
 
-@router.get("/audit-log", responses=deps.for_callers())
+@router.get("/audit-log", responses=openapi.for_callers())
 def get_audit_log(registry: RegistryOf, _: IsAdmin, limit: Limit = 100, after: After = None) -> AuditPage:
     """Who did what, when and from where, in order. Entries of deleted federations are kept."""
     begin = int(after) if after is not None and after.isdecimal() else 0

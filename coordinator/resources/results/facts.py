@@ -12,7 +12,8 @@ from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.resources.clients.views import client_view
 from promptfed.coordinator.resources.federations.views import federation_view
-from promptfed.coordinator.resources.results.rounds import round_report, rounds, state_of
+from promptfed.coordinator.resources.results.rounds import round_report, rounds
+from promptfed.coordinator.resources.results.states import state_of
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow
 from promptfed.shared.api.api_schemas import ClientView, FederationView

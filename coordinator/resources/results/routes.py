@@ -20,7 +20,7 @@ from sqlalchemy import select
 from promptfed.coordinator import problems
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import EVENTS, Registry, wait
-from promptfed.coordinator.http import deps
+from promptfed.coordinator.http import openapi
 from promptfed.coordinator.http.deps import (
     After,
     Calling,
@@ -34,7 +34,7 @@ from promptfed.coordinator.http.deps import (
 )
 from promptfed.coordinator.http.tensors import TENSORS_TYPE, tensors_at
 from promptfed.coordinator.resources.federations import views
-from promptfed.coordinator.resources.results import rounds, verification
+from promptfed.coordinator.resources.results import numbers, rounds, states, verification
 from promptfed.coordinator.resources.results.exports import check_card
 from promptfed.coordinator.resources.results.facts import known_of
 from promptfed.coordinator.store.backend import DatabaseAway
@@ -52,7 +52,7 @@ RoundQuery = Annotated[str, Query(pattern=r"^(latest|\d{1,7})$", description="a 
 
 CSV_TYPE = "text/csv; charset=utf-8"
 WHOLE_CSV = 1 << 20  # bytes up to which the numbers go as a whole, and so with their digest
-CARD_BODY = deps.body("application/json", {"type": "object"}, "`card.json`, byte for byte as the export holds it")
+CARD_BODY = openapi.body("application/json", {"type": "object"}, "`card.json`, byte for byte as the export holds it")
 BATCH = 500
 LOOK_AGAIN_SECONDS = 60.0
 AWAY_SECONDS = 1.0
@@ -63,7 +63,7 @@ def _json(report: BaseModel) -> Response:
     return Response(report.model_dump_json(), media_type="application/json")
 
 
-@router.get("/rounds", response_model=RoundPage, responses=deps.for_callers())
+@router.get("/rounds", response_model=RoundPage, responses=openapi.for_callers())
 def list_rounds(registry: RegistryOf, federation: Informed, limit: Limit = 100, after: After = None) -> Response:
     """Reports of all rounds so far, from round 0 on. A page has fewer than ``limit`` rounds if many clients answer."""
     registry.last_seen.flush_if_possible()
@@ -72,7 +72,7 @@ def list_rounds(registry: RegistryOf, federation: Informed, limit: Limit = 100, 
     return _json(rounds.page(registry.database, federation, numbers, following))
 
 
-@router.get("/rounds/{round}", response_model=RoundReport, responses=deps.for_callers())
+@router.get("/rounds/{round}", response_model=RoundReport, responses=openapi.for_callers())
 def get_round(registry: RegistryOf, federation: Informed, round: Round) -> Response:
     """Report of one round: times, bytes, asked, answered, counted, verdicts, metrics, state hash."""
     registry.last_seen.flush_if_possible()
@@ -85,7 +85,7 @@ def get_round(registry: RegistryOf, federation: Informed, round: Round) -> Respo
     return _json(report)
 
 
-@router.get("/remarks", responses=deps.for_callers())
+@router.get("/remarks", responses=openapi.for_callers())
 def get_remarks(registry: RegistryOf, federation: Informed) -> RemarkList:
     """What looks wrong on the clients' own test images, and what to try."""
     with registry.database.read() as session:
@@ -98,7 +98,7 @@ def get_remarks(registry: RegistryOf, federation: Informed) -> RemarkList:
     responses={
         200: {"content": {TENSORS_TYPE: {}}, "description": "safetensors"},
         304: {"description": "the state has the hash of If-None-Match"},
-        **deps.for_callers(problems.NoState),
+        **openapi.for_callers(problems.NoState),
     },
 )
 def get_prompts(
@@ -112,7 +112,7 @@ def get_prompts(
     the SHA-256 of the safetensors (RFC 9530).
     """
     with registry.database.read() as session:
-        state = rounds.state_of(session, federation, round_number(round))
+        state = states.state_of(session, federation, round_number(round))
     signature = signer.sign(statement(federation.id, state.round, state.state_hash))
     headers = {"ETag": f'"{state.state_hash}"', SIGNATURE_HEADER: signature}
     known = [tag.strip().removeprefix("W/").strip('"') for tag in (if_none_match or "").split(",")]
@@ -129,26 +129,26 @@ def round_number(round: str) -> int | None:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses={200: {"content": {"text/csv": {}}, "description": "CSV"}, **deps.for_callers()},
+    responses={200: {"content": {"text/csv": {}}, "description": "CSV"}, **openapi.for_callers()},
 )
 def get_metrics(registry: RegistryOf, federation: Informed) -> Response:
     """All numbers by round: clients' metrics, accuracies, bytes, seconds."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
-        numbers = rounds.rounds(session, federation.id)
-    pieces, begun = rounds.as_csv(registry.database, federation, numbers), bytearray()
+        begun = rounds.rounds(session, federation.id)
+    pieces, first = numbers.as_csv(registry.database, federation, begun), bytearray()
     for piece in pieces:  # what fails before the first of them is sent is answered as a problem
-        begun += piece
-        if len(begun) > WHOLE_CSV:
-            return StreamingResponse(chain([bytes(begun)], pieces), media_type=CSV_TYPE)
-    return Response(bytes(begun), media_type=CSV_TYPE)
+        first += piece
+        if len(first) > WHOLE_CSV:
+            return StreamingResponse(chain([bytes(first)], pieces), media_type=CSV_TYPE)
+    return Response(bytes(first), media_type=CSV_TYPE)
 
 
 async def _body(request: Request, _: Operated) -> bytes:
     return await request.body()
 
 
-@router.get("/rounds/{round}/card", responses=deps.for_callers(problems.NoState))
+@router.get("/rounds/{round}/card", responses=openapi.for_callers(problems.NoState))
 def get_card(registry: RegistryOf, federation: Viewed, round: Round) -> Facts:
     """The facts of an export's card: everything except classes, files and their use."""
     return known_of(registry, federation, round).facts
@@ -156,7 +156,7 @@ def get_card(registry: RegistryOf, federation: Viewed, round: Round) -> Facts:
 
 @router.post(
     "/rounds/{round}/card/signature",
-    responses=deps.for_callers(problems.NoState, problems.ExportDiffers, problems.StorageFull),
+    responses=openapi.for_callers(problems.NoState, problems.ExportDiffers, problems.StorageFull),
     openapi_extra=CARD_BODY,
 )
 def sign_card(
@@ -173,28 +173,28 @@ def sign_card(
     return CardSignature(signature=signer.sign(export_statement(body)), public_key=signer.public_key)
 
 
-@router.post("/rounds/{round}/replay", responses=deps.for_callers(problems.NoState, problems.UpdatesGone))
+@router.post("/rounds/{round}/replay", responses=openapi.for_callers(problems.NoState, problems.UpdatesGone))
 async def replay_round(registry: RegistryOf, federation: Operated, round: Round) -> ReplayReport:
     """Compute a completed round again from its kept updates. Changes nothing."""
     states = await registry.compute(lambda: verification.replay(registry, federation, round))
     return ReplayReport(round=round, states=states)
 
 
-@router.get("/privacy", responses=deps.for_callers())
+@router.get("/privacy", responses=openapi.for_callers())
 def get_privacy(registry: RegistryOf, federation: Informed) -> PrivacyView:
     """Spent and planned ε by client, as clients report it; refused tasks; the smallest secure sum; warnings."""
     with registry.database.read() as session:
         return views.privacy_view(session, federation)
 
 
-@router.get("/spends", responses=deps.for_clients())
+@router.get("/spends", responses=openapi.for_clients())
 def get_spends(registry: RegistryOf, caller: Calling) -> SpendList:
     """The privacy cost that this client has reported. A ledger that lacks any of it is an old copy."""
     with registry.database.read() as session:
         return views.spends_of(session, caller.federation, caller.client)
 
 
-@router.get("/events", response_class=EventSourceResponse, responses=deps.for_callers())
+@router.get("/events", response_class=EventSourceResponse, responses=openapi.for_callers())
 async def get_events(
     registry: RegistryOf,
     federation: Informed,

@@ -15,18 +15,13 @@ from pydantic import BaseModel, Field
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
-from promptfed.coordinator.engine.jobs import selected_round
 from promptfed.coordinator.engine.registry import Registry, wait
-from promptfed.coordinator.http import deps
-from promptfed.coordinator.http.bodies import Incoming, Stored, announced_digest, expect_digest, first_byte
-from promptfed.coordinator.http.deps import (
-    NO_NUL,
-    Calling,
-    CallingClient,
-    RegistryOf,
-    TaskId,
-)
-from promptfed.coordinator.http.tensors import TENSOR_BODY, TENSORS, tensors_at
+from promptfed.coordinator.engine.selection import selected_round
+from promptfed.coordinator.http import openapi
+from promptfed.coordinator.http.deps import NO_NUL, Calling, CallingClient, RegistryOf, TaskId
+from promptfed.coordinator.http.receipts import Stored
+from promptfed.coordinator.http.tensors import TENSOR_BODY, TENSORS, first_byte, tensors_at
+from promptfed.coordinator.http.uploads import Incoming, announced_digest, expect_digest
 from promptfed.coordinator.resources.tasks import submissions
 from promptfed.shared.api import api_schemas
 from promptfed.shared.api.api_schemas import UpdateReceipt
@@ -86,7 +81,7 @@ class Poll(BaseModel):
     response_model=Task,
     responses={
         204: {"description": "no task within the time"},
-        **deps.for_clients(problems.Ended, problems.PhaseClosed),
+        **openapi.for_clients(problems.Ended, problems.PhaseClosed),
     },
 )
 async def get_task(request: Request, caller: Calling, poll: Annotated[Poll, Query()]) -> Response:
@@ -213,7 +208,7 @@ def _config(registry: Registry, federation: Federation) -> TaskConfig:
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "safetensors"},
         206: {"content": {"application/octet-stream": {}}, "description": "the range that was asked for"},
-        **deps.for_clients(problems.PayloadGone),
+        **openapi.for_clients(problems.PayloadGone),
     },
 )
 async def get_payload(
@@ -258,7 +253,7 @@ async def _receipt(
     response_model=UpdateReceipt,
     responses={
         **ACCEPTED_BEFORE,
-        **deps.for_clients(problems.DigestMissing, *ANSWERED, *UPDATE),
+        **openapi.for_clients(problems.DigestMissing, *ANSWERED, *UPDATE),
     },
     openapi_extra=TENSOR_BODY,
 )
@@ -296,7 +291,7 @@ def _noticed(request: Request) -> Registry:
     response_model=api_schemas.Receipt,
     responses={
         200: {"model": api_schemas.Receipt, "description": "the same accuracies were accepted before"},
-        **deps.for_clients(*ANSWERED, problems.PrivacyMismatch, problems.StorageFull),
+        **openapi.for_clients(*ANSWERED, problems.PrivacyMismatch, problems.StorageFull),
     },
 )
 async def put_evaluation(
@@ -317,7 +312,7 @@ async def put_evaluation(
     response_model=UpdateReceipt,
     responses={
         **ACCEPTED_BEFORE,
-        **deps.for_clients(
+        **openapi.for_clients(
             problems.DigestMissing,
             *ANSWERED,
             problems.BodyTooLarge,
@@ -345,7 +340,7 @@ async def put_exchange(request: Request, caller: Calling, task_id: TaskId, sent:
 
 @router.post(
     "/tasks/{task_id}/failure",
-    responses=deps.for_clients(problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull),
+    responses=openapi.for_clients(problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull),
 )
 def post_failure(
     registry: RegistryOf, caller: Calling, task_id: TaskId, failure: FailureRequest

@@ -30,10 +30,10 @@ from promptfed.coordinator.aggregation.rows import change_norm
 from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine import sums
+from promptfed.coordinator.engine.log_lines import where
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.sums import attempt_of
-from promptfed.coordinator.engine.telemetry import where
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import Blobs, Held, digest_of, digest_of_file
 from promptfed.coordinator.store.database import Database

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from promptfed.coordinator.http import bodies
+from promptfed.coordinator.http import uploads
+from promptfed.coordinator.http.uploads import SMALL
 from promptfed.testing.clients import ScriptedClient, content_digest, secret_of, trained, update_body
 from tests.support.coordinators import InThread
 from tests.support.open_phases import open_first_phase
@@ -52,7 +53,7 @@ def test_a_client_holds_two_requests_and_none_without_its_connection(coordinator
 def test_small_bodies_go_past_those_that_keep_all_places(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "BEHIND_SECONDS", 2.0)
+    monkeypatch.setattr(uploads, "BEHIND_SECONDS", 2.0)
     _, (a, b), (task, other) = open_first_phase(coordinator)
     host, port = coordinator.url.removeprefix("http://").split(":")
     body = update_body(trained(b.payload(other), "b", other), other)
@@ -60,7 +61,7 @@ def test_small_bodies_go_past_those_that_keep_all_places(
     for _ in range(coordinator.settings.max_uploads):
         opened = socket.create_connection((host, int(port)), timeout=20)
         head = (
-            f"PUT {a.path}/tasks/{task['task_id']}/update HTTP/1.1\r\nHost: x\r\nContent-Length: {bodies.SMALL + 1}\r\n"
+            f"PUT {a.path}/tasks/{task['task_id']}/update HTTP/1.1\r\nHost: x\r\nContent-Length: {SMALL + 1}\r\n"
             f"Authorization: Bearer {secret_of('a')}\r\nContent-Digest: {content_digest(body)}\r\n\r\n."
         )
         opened.sendall(head.encode())

@@ -13,7 +13,7 @@ import pytest
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.app import create_app, lifespan
-from promptfed.coordinator.http.bodies import NOTHING, JsonBody
+from promptfed.coordinator.http.json_bodies import NOTHING, JsonBody
 from promptfed.coordinator.server import _bind
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.backend import CannotOpen

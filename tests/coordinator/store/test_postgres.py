@@ -22,7 +22,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from promptfed.coordinator.__main__ import main
-from promptfed.coordinator.engine.telemetry import JsonFormatter
+from promptfed.coordinator.engine.log_lines import JsonFormatter
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway, InUse
 from promptfed.coordinator.store.database import Database

@@ -16,7 +16,7 @@ from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.engine import retention, scheduler
-from promptfed.coordinator.resources.results import rounds
+from promptfed.coordinator.resources.results import numbers, rounds
 from promptfed.coordinator.resources.results import routes as results
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.tables import BlobRow
@@ -111,7 +111,7 @@ def test_a_round_is_read_in_its_turn_and_no_transaction_waits(coordinator: InThr
     rounds.page(database, known, [1, 2, 3], None)
     assert (database.begun, database.open) == (3, 0)
     database = Counting(coordinator)
-    pieces = rounds.as_csv(database, known, [1, 2, 3])
+    pieces = numbers.as_csv(database, known, [1, 2, 3])
     next(pieces)
     assert (database.begun, database.open) == (1, 0), "the first round"
 
@@ -127,7 +127,7 @@ def test_an_answer_that_cannot_be_finished_is_cut_off_and_one_that_cannot_begin_
             raise DatabaseAway("a test")
         return read(session, known, number)
 
-    monkeypatch.setattr(rounds, "round_report", fails)
+    monkeypatch.setattr(numbers, "round_report", fails)
     monkeypatch.setattr(results, "WHOLE_CSV", 1)  # of a longer one nothing is known when it begins
     address = f"/v1/federations/{federation}/metrics"
     with pytest.raises(httpx.RemoteProtocolError):

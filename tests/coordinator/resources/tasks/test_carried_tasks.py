@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from promptfed.coordinator.engine import telemetry
+from promptfed.coordinator.engine import last_seen
 from promptfed.testing.clients import ScriptedClient
 from tests.support.coordinators import InThread
 from tests.support.open_phases import answer_all, kind, open_first_phase
@@ -93,7 +93,7 @@ def test_progress_is_shown_for_the_open_task_alone(coordinator: InThread, monkey
     for wrong in ("1.5", "-1", "nan", "x"):
         assert carries(a, first, progress=wrong).status_code == 422
     assert shown() == {"a": 0.25, "b": None}
-    monkeypatch.setattr(telemetry, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(last_seen, "PROGRESS_SECONDS", 0.0)
     assert shown() == {"a": None, "b": None}, "it was told long ago"
     coordinator.registry.last_seen.flush()
     assert coordinator.registry.last_seen._progress == {}

@@ -211,7 +211,7 @@ def test_a_withdrawn_client_is_refused_and_its_task_cancelled(coordinator: InThr
 
 
 def test_only_so_many_uploads_at_once(coordinator_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("promptfed.coordinator.http.bodies.SMALL", 0)  # these stand for large ones
+    monkeypatch.setattr("promptfed.coordinator.http.uploads.SMALL", 0)  # these stand for large ones
     coordinator = coordinator_with(max_uploads=1, upload_wait_seconds=0.2)
     federation, (a, b), (task_a, task_b) = open_first_phase(coordinator)
     go_on = threading.Event()
@@ -244,9 +244,9 @@ def test_more_uploads_wait_their_turn_within_a_bound(coordinator_with: Make, mon
     coordinator = coordinator_with(max_uploads=1, upload_wait_seconds=PATIENCE)
     federation, clients, tasks = open_first_phase(coordinator, "a", "b", "c")
     bodies = [update_body(GOOD, task) for task in tasks]
-    monkeypatch.setattr("promptfed.coordinator.http.bodies.WAITING_BYTES", len(bodies[0]))
-    monkeypatch.setattr("promptfed.coordinator.http.bodies.SMALL", 0)
-    monkeypatch.setattr("promptfed.coordinator.http.bodies.BEHIND_SECONDS", PATIENCE)
+    monkeypatch.setattr("promptfed.coordinator.http.uploads.WAITING_BYTES", len(bodies[0]))
+    monkeypatch.setattr("promptfed.coordinator.http.uploads.SMALL", 0)
+    monkeypatch.setattr("promptfed.coordinator.http.uploads.BEHIND_SECONDS", PATIENCE)
     uploads = coordinator.app.state.uploads
     go_on = threading.Event()
     found: dict[str, int] = {}

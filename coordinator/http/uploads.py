@@ -1,41 +1,23 @@
-"""Bodies: tensors and JSON as they arrive, within limits of size, number and time, and large blobs as answers."""
+"""Tensors as they arrive, within limits of size, number and time."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastapi.dependencies.models import Dependant
-from fastapi.responses import FileResponse, Response
-from fastapi.security.base import SecurityBase
-from fastapi.security.utils import get_authorization_scheme_param
-from pydantic import BaseModel
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, HTTPConnection, Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.http.callers import is_let_in, look_up
-from promptfed.coordinator.problems import (
-    DigestMismatch,
-    DigestMissing,
-    IncompleteBody,
-    Refusal,
-    TooManyUploads,
-    UploadTimeout,
-)
+from promptfed.coordinator.problems import DigestMismatch, DigestMissing, IncompleteBody, TooManyUploads, UploadTimeout
 from promptfed.coordinator.store.blobs import digest_of
-from promptfed.coordinator.store.tokens import digest
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.methods.core.checks import BYTES_PER_SECOND
 from promptfed.shared.service import digests
-from promptfed.shared.service.fault_points import point
 
 CHUNK = 1 << 20
 DRAINED = 8 << 20  # how much more than its limit a body may have before we stop listening to it
@@ -47,10 +29,6 @@ SMALL_SECONDS = 15.0
 LEAST_RATE = 4 << 10  # bytes a second of a larger one, by which it may be behind for so many seconds:
 BEHIND_SECONDS = 20.0
 HELD_BYTES = 320 << 10  # of one body, before the server stops reading it: 64 KB and what was under way
-JSON_BYTES = 8 << 20
-TENSOR_PATHS = ("/update", "/exchange", "/initial-state")
-NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
-_FROM = re.compile(r"bytes=(\d{1,15})-")
 
 
 @dataclass(frozen=True)
@@ -95,7 +73,7 @@ class _ClientPlaces:
     """The places of one client; ``bodies``: how many of its bodies are being received or wait."""
 
     def __init__(self, most: int):
-        self.places = asyncio.Semaphore(most)
+        self.semaphore = asyncio.Semaphore(most)
         self.bodies = 0
 
 
@@ -122,10 +100,10 @@ class Uploads:
         Raises:
             TooManyUploads, UploadTimeout, IncompleteBody: it could not be received.
         """
-        own = self._enter(body)
+        places = self._enter(body)
         path, in_memory, on_disk = self._registry.blobs.temporary(), 0, True
         try:
-            async with self._placed(own, body):
+            async with self._placed(places, body):
                 upload = await self._receive(body, path, limit)
                 on_disk = upload.content is None
                 if on_disk:
@@ -136,12 +114,12 @@ class Uploads:
                 yield upload
         finally:
             self._waiting_bytes -= in_memory
-            self._leave(body, own)
+            self._leave(body, places)
             if on_disk or compressed:
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     @asynccontextmanager
-    async def _placed(self, own: _ClientPlaces, body: Incoming) -> AsyncIterator[None]:
+    async def _placed(self, places: _ClientPlaces, body: Incoming) -> AsyncIterator[None]:
         """A block in which a body has its places, if it takes any."""
         if body.is_small:
             self._waiting_bytes += body.held
@@ -150,37 +128,37 @@ class Uploads:
             finally:
                 self._waiting_bytes -= body.held
             return
-        await self._take_places(own, body.held)
+        await self._take_places(places, body.held)
         try:
             yield
         finally:
-            self._give_places(own)
+            self._give_places(places)
 
-    def _leave(self, body: Incoming, own: _ClientPlaces) -> None:
-        own.bodies -= 1
-        if own.bodies == 0:
+    def _leave(self, body: Incoming, places: _ClientPlaces) -> None:
+        places.bodies -= 1
+        if places.bodies == 0:
             del self._by_client[body.client]
 
     def _enter(self, body: Incoming) -> _ClientPlaces:
         """Count the body; returns the places of its client. Raises TooManyUploads."""
         client, held = body.client, body.held
         most = self._most if client is None else max(1, self._most // SHARE)
-        own = self._by_client.get(client) or _ClientPlaces(most)
-        if self._waiting_bytes + held > WAITING_BYTES or (client is not None and own.bodies >= OF_ONE_CLIENT):
+        places = self._by_client.get(client) or _ClientPlaces(most)
+        if self._waiting_bytes + held > WAITING_BYTES or (client is not None and places.bodies >= OF_ONE_CLIENT):
             raise self._too_many()
-        self._by_client[client] = own
-        own.bodies += 1
-        return own
+        self._by_client[client] = places
+        places.bodies += 1
+        return places
 
-    async def _take_places(self, own: _ClientPlaces, held: int) -> None:
+    async def _take_places(self, places: _ClientPlaces, held: int) -> None:
         """Wait for one of the client's places, and for one of all places."""
         self._waiting_bytes += held
         try:
-            if own.places.locked() or self._places.locked():
+            if places.semaphore.locked() or self._places.locked():
                 async with asyncio.timeout(self._wait_seconds):
-                    await self._take(own)
+                    await self._take(places)
             else:
-                await self._take(own)
+                await self._take(places)
         except TimeoutError:
             raise self._too_many() from None
         finally:
@@ -188,17 +166,17 @@ class Uploads:
         self._running += 1
         self._registry.metrics.uploads.set(self._running)
 
-    async def _take(self, own: _ClientPlaces) -> None:
-        await own.places.acquire()
+    async def _take(self, places: _ClientPlaces) -> None:
+        await places.semaphore.acquire()
         try:
             await self._places.acquire()
         except BaseException:
-            own.places.release()
+            places.semaphore.release()
             raise
 
-    def _give_places(self, own: _ClientPlaces) -> None:
+    def _give_places(self, places: _ClientPlaces) -> None:
         self._places.release()
-        own.places.release()
+        places.semaphore.release()
         self._running -= 1
         self._registry.metrics.uploads.set(self._running)
 
@@ -306,120 +284,9 @@ def announced_digest(header: str | None) -> str:
 def expect_digest(upload: Upload, announced: str) -> None:
     """Refuse a body with another digest than announced. A body over the limit is not compared."""
     if not upload.too_large:
-        _expect_same(upload.sha256, announced)
+        expect_same(upload.sha256, announced)
 
 
-def _expect_same(actual: str, announced: str) -> None:
+def expect_same(actual: str, announced: str) -> None:
     if actual != announced:
         raise DigestMismatch(f"the body has digest {actual}; {announced} was announced: send it again")
-
-
-class JsonBodies:
-    """Passes on bodies of callers with a token, up to a size and within ``seconds``.
-
-    The framework's own limit answers in plain text; this one raises within the request, so that it becomes a problem.
-    """
-
-    def __init__(self, app: ASGIApp, seconds: float):
-        self._app = app
-        self._seconds = seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, with a limited body."""
-        if scope["type"] == "http" and not scope["path"].endswith(TENSOR_PATHS):
-            receive = JsonBody(scope, receive, self._seconds)
-        await self._app(scope, receive, send)
-
-
-class JsonBody:
-    """One request's body. The caller is looked up only when the body is read: most requests have none."""
-
-    def __init__(self, scope: Scope, receive: Receive, seconds: float):
-        """``scope`` and ``receive`` are the request's."""
-        self._scope = scope
-        self._receive = receive
-        self._seconds = seconds
-        self._received = 0
-        self._until: float | None = None
-        self._whole = False
-        self._announced = digests.sha256_in(Headers(scope=scope).get(digests.CONTENT))
-        self._digest = hashlib.sha256()
-
-    async def __call__(self) -> Message:
-        """The next part.
-
-        Raises:
-            HTTPException: it arrives too late, or exceeds the limit.
-            DigestMismatch: the body has another digest than was announced.
-        """
-        if self._whole:  # What comes now is that the caller has gone.
-            return await self._receive()
-        if self._until is None:
-            if not await _may_call(self._scope):
-                self._whole = True
-                return NOTHING
-            self._until = asyncio.get_running_loop().time() + self._seconds
-        try:
-            async with asyncio.timeout_at(self._until):
-                message = await self._receive()
-        except TimeoutError:
-            raise HTTPException(408, f"the body did not arrive within {self._seconds:g} s") from None
-        part = message.get("body", b"")
-        self._received += len(part)
-        if self._received > JSON_BYTES:
-            raise HTTPException(413)
-        self._whole = not message.get("more_body", False)
-        if self._announced is not None:
-            self._digest.update(part)
-            if self._whole and message["type"] == "http.request":
-                _expect_same("sha256:" + self._digest.hexdigest(), "sha256:" + self._announced.hex())
-        return message
-
-
-async def _may_call(scope: Scope) -> bool:
-    """Whether the request's token is valid for its route. The route checks again, and refuses."""
-    connection = HTTPConnection(scope)
-    scheme, token = get_authorization_scheme_param(connection.headers.get("authorization"))
-    if scheme.lower() != "bearer" or not token:
-        return False
-    registry: Registry = scope["app"].state.registry
-    try:
-        caller = look_up(connection, registry, digest(token))
-    except Refusal:
-        return False
-    asked = connection.path_params.get("federation")
-    return all(is_let_in(caller, name, asked, registry) for name in _schemes(scope["route"].dependant))
-
-
-def _schemes(dependant: Dependant) -> Iterator[str]:
-    """The names of the security schemes among a route's dependencies."""
-    if isinstance(dependant.call, SecurityBase):
-        yield dependant.call.scheme_name
-    for inner in dependant.dependencies:
-        yield from _schemes(inner)
-
-
-def first_byte(asked: str | None) -> int:
-    """The first byte of a header ``Range: bytes=N-``, the only form that clients send; else 0."""
-    match = _FROM.fullmatch(asked or "")
-    return int(match[1]) if match else 0
-
-
-class BlobFile(FileResponse):
-    """A file as the body of an answer, read a megabyte at a time."""
-
-    chunk_size = CHUNK
-
-
-class Stored(Response):
-    """What is stored, as its receipt says: 201 for what is new, 200 for what was there already."""
-
-    media_type = "application/json"
-
-    def __init__(self, receipt: BaseModel, new: bool):
-        super().__init__(receipt.model_dump_json(), 201 if new else 200)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        await super().__call__(scope, receive, send)
-        point("answer-sent")
