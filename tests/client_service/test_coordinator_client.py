@@ -288,13 +288,10 @@ def test_retry_after_is_kept_on_503_alone() -> None:
     begun = time.monotonic()
     later = format_datetime(datetime.now(UTC) + timedelta(seconds=250), usegmt=True)
     script = Scripted(
-        httpx.Response(503, headers={"Retry-After": "7"}),
-        httpx.Response(503, headers={"Retry-After": later}),
-        httpx.Response(503, headers={"Retry-After": "soon"}),
-        httpx.Response(500, headers={"Retry-After": "100"}),
-        httpx.Response(503, headers={"Retry-After": "9" * 400}),
-        httpx.Response(201, json=RECEIPT),
-    )
+        httpx.Response(503, headers={"Retry-After": "7"}), httpx.Response(503, headers={"Retry-After": later}),
+        httpx.Response(503, headers={"Retry-After": "soon"}), httpx.Response(500, headers={"Retry-After": "100"}),
+        httpx.Response(503, headers={"Retry-After": "9" * 400}), httpx.Response(201, json=RECEIPT),
+    )  # fmt: skip
     send(script)
     passed = time.monotonic() - begun
     seconds, date, nonsense, other, absurd = script.delays

@@ -55,13 +55,9 @@ def test_what_contributing_adds_works(tmp_path: Path) -> None:
 
     def run(*arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
+            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True,
             timeout=PATIENCE,
-        )
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -20,15 +20,9 @@ from tests.support.postgres import PostgresServer
 from tests.support.takeovers import Group
 
 __all__ = [
-    "blobs_are_files",
-    "coordinator",
-    "database",
-    "leap",
-    "object_server",
-    "object_store",
-    "postgres",
+    "blobs_are_files", "coordinator", "database", "leap", "object_server", "object_store", "postgres",
     "pytest_generate_tests",
-]
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -33,13 +33,9 @@ SITES = {"north": "symbols:painting", "south": "symbols:cartoon", "west": "symbo
 DATA = f"{{}}?topic={min(TOPICS)}&per_class=2&test_per_class=2"
 ROUNDS, KILLS = 6, 24
 METHODS: dict[str, dict[str, Any]] = {
-    "promptfl": {"m": 2},
-    "fedpgp": {"m": 2},
-    "fedtpg": {"m": 2},
-    "plan": {"m": 2, "depth": 2},
-    "pfedpg": {"m": 2},
+    "promptfl": {"m": 2}, "fedpgp": {"m": 2}, "fedtpg": {"m": 2}, "plan": {"m": 2, "depth": 2}, "pfedpg": {"m": 2},
     "fast_pt": {"m": 2, "mst_epochs": 10},
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -74,26 +70,17 @@ def started(process: ForkedCoordinator, folder: Path, method: str, features: Pat
     """A federation that waits for its clients, and the clients, running."""
     name, _, up = method.partition(" with ")
     spec: dict[str, Any] = {
-        "name": "kills",
-        "method": {"name": name, **METHODS[name]},
-        "backbone": {"model": "promptfed-tiny"},
-        "compression": {"up": up or "none"},
-        "rounds": ROUNDS,
+        "name": "kills", "method": {"name": name, **METHODS[name]}, "backbone": {"model": "promptfed-tiny"},
+        "compression": {"up": up or "none"}, "rounds": ROUNDS,
         "training": {"batch_size": 4, "learning_rate": 0.05, "epochs": 6},
-        "participation": {"min_clients": len(SITES), "deadline_seconds": 600},
-        "start": "when_ready",
-        "seed": 5,
-    }
+        "participation": {"min_clients": len(SITES), "deadline_seconds": 600}, "start": "when_ready", "seed": 5,
+    }  # fmt: skip
     federation = process.post("/v1/federations", spec, status=201)["id"]
     (folder / "token").write_text(process.token(federation))
     common = {
-        "coordinator": process.url,
-        "federation": federation,
-        "enrolment-token-file": folder / "token",
-        "feature-cache": features,
-        "device": "cpu",
-        "give-up-after": 300,
-    }
+        "coordinator": process.url, "federation": federation, "enrolment-token-file": folder / "token",
+        "feature-cache": features, "device": "cpu", "give-up-after": 300,
+    }  # fmt: skip
     clients = []
     for name, data in SITES.items():
         own = common | {"name": name, "data": DATA.format(data), "state-dir": folder / name}

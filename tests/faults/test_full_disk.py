@@ -219,12 +219,9 @@ def calls(coordinator: InThread) -> tuple[dict[str, Call], dict[str, int]]:
         "evaluation": (
             ("PUT", f"/evaluating/tasks/{shown['task_id']}/evaluation", {"json": splits, "headers": early.headers}),
             201,
-        ),
-        "pause": (("POST", "/third/pause", operator), 200),
-        "resume": (("POST", "/paused/resume", operator), 200),
-        "cancel": (("POST", "/third/cancel", operator), 200),
-        "delete": (("DELETE", "/gone", operator), 204),
-    }
+        ), "pause": (("POST", "/third/pause", operator), 200), "resume": (("POST", "/paused/resume", operator), 200),
+        "cancel": (("POST", "/third/cancel", operator), 200), "delete": (("DELETE", "/gone", operator), 204),
+    }  # fmt: skip
     return {name: call for name, (call, _) in found.items()}, {name: status for name, (_, status) in found.items()}
 
 

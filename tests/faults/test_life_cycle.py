@@ -30,12 +30,9 @@ def stored(coordinator: InThread, federation: str, client: str) -> set[str]:
     """Digests of a client's updates whose bytes are still there."""
     rounds = coordinator.get(f"{federation}/rounds")["rounds"]
     sent = {
-        one["sha256"].removeprefix("sha256:")
-        for report in rounds
-        for phase in report["phases"]
-        for one in phase["updates"]
-        if one["client"] == client
-    }
+        one["sha256"].removeprefix("sha256:") for report in rounds for phase in report["phases"]
+        for one in phase["updates"] if one["client"] == client
+    }  # fmt: skip
     assert sent, "the reports keep the digests"
     return sent & {digest.removeprefix("sha256:") for digest in coordinator.registry.blobs.all()}
 

@@ -24,16 +24,9 @@ from tests.support.whole_federation import run
 
 ROUNDS = 2
 TROUBLES: tuple[Trouble, ...] = (
-    "no-answer",
-    "half-an-answer",
-    "slow-answer",
-    "half-a-request",
-    "slow-request",
-    "refused",
-    "twice",
-    "twice-at-once",
-    "late",
-)
+    "no-answer", "half-an-answer", "slow-answer", "half-a-request", "slow-request", "refused", "twice",
+    "twice-at-once", "late",
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -147,14 +147,9 @@ def worker(folder: Path, coordinator: InThread, federation: str, name: str, told
     token = folder / f"{name}.token"
     token.write_text(coordinator.token(federation))
     settings = make_settings(
-        coordinator=coordinator.url,
-        federation=federation,
-        name=name,
-        data="made-up",
-        state_dir=folder / name,
-        enrolment_token_file=token,
-        device="cpu",
-    )
+        coordinator=coordinator.url, federation=federation, name=name, data="made-up", state_dir=folder / name,
+        enrolment_token_file=token, device="cpu",
+    )  # fmt: skip
     return Worker(
         settings,
         Parts(load_backbone("promptfed-tiny", None), made_up_source(), features=FeatureCache(folder / "features")),

@@ -24,34 +24,19 @@ from tests.support.fault_points import SECURE_POINTS
 
 #: The points of secure sums at a client, in their order.
 CLIENT_POINTS = (
-    "secure-work-written",
-    "keys-written",
-    "keys-sent",
-    "share-written",
-    "share-sent",
-    "mask-written",
-    "mask-sent",
-    "confirm-written",
-    "confirm-sent",
-    "reveal-marked",
-    "unmask-written",
-    "unmask-sent",
-)
+    "secure-work-written", "keys-written", "keys-sent", "share-written", "share-sent", "mask-written", "mask-sent",
+    "confirm-written", "confirm-sent", "reveal-marked", "unmask-written", "unmask-sent",
+)  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=3&client={}"
 SITES = [Site(name, DATA.format(k)) for k, name in enumerate(("north", "south", "east"))]
 SPEC: dict[str, Any] = {
-    "name": "summed",
-    "method": {"name": "promptfl", "m": 2},
-    "backbone": {"model": "promptfed-tiny"},
-    "rounds": 2,
-    "training": {"learning_rate": 0.02, "batch_size": 4},
-    "participation": {"min_clients": 3},
-    "secure_aggregation": {"threshold": 1.0},
-    "seed": 7,
-}
+    "name": "summed", "method": {"name": "promptfl", "m": 2}, "backbone": {"model": "promptfed-tiny"}, "rounds": 2,
+    "training": {"learning_rate": 0.02, "batch_size": 4}, "participation": {"min_clients": 3},
+    "secure_aggregation": {"threshold": 1.0}, "seed": 7,
+}  # fmt: skip
 
 
 class Armed(Processes):
@@ -130,13 +115,8 @@ def test_the_coordinator_dies(
 
 PAID = {"level": "sample", "clip": 0.3, "noise_multiplier": 4.0, "delta": 1e-3}
 PAYING_POINTS = (
-    "secure-work-written",
-    "mask-written",
-    "spend-locked",
-    "spend-half-written",
-    "spend-written",
-    "mask-sent",
-)
+    "secure-work-written", "mask-written", "spend-locked", "spend-half-written", "spend-written", "mask-sent",
+)  # fmt: skip
 
 
 @pytest.fixture

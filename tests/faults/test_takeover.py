@@ -50,17 +50,10 @@ def view(
 
 def test_versions_grow_with_a_run() -> None:
     run = [
-        view(0, None, state="enrolling"),
-        view(0, "evaluate"),
-        view(1, "first"),
-        view(1, "first", 1),
-        view(1, "first", 2, closing=True),
-        view(1, "second"),
-        view(1, "second", 2),
-        view(1, "evaluate"),
-        view(2, "first"),
-        view(2, None, state="finished"),
-    ]
+        view(0, None, state="enrolling"), view(0, "evaluate"), view(1, "first"), view(1, "first", 1),
+        view(1, "first", 2, closing=True), view(1, "second"), view(1, "second", 2), view(1, "evaluate"),
+        view(2, "first"), view(2, None, state="finished"),
+    ]  # fmt: skip
     versions = [version for each in run if (version := version_of(each, ["first", "second"])) is not None]
     assert len(versions) == len(run)
     assert versions == sorted(set(versions))

@@ -30,12 +30,9 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def coordinator(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
     own = authority.sign("coordinator", HOST, "127.0.0.1")
     server = InThread(
-        tmp_path_factory.mktemp("coordinator") / "data",
-        tls_cert=own,
-        tls_key=own,
-        forwarded_allow_ips="127.0.0.1",
+        tmp_path_factory.mktemp("coordinator") / "data", tls_cert=own, tls_key=own, forwarded_allow_ips="127.0.0.1",
         auth_failures_per_minute=100_000,
-    )
+    )  # fmt: skip
     server.url = server.url.replace("http://", "https://")
     server.http = httpx.Client(base_url=server.url, verify=trust(authority.file), timeout=TIMEOUT)
     yield server

@@ -51,29 +51,19 @@ MUTANTS = (
     Mutant("a_second_mask", SECURE, "SecureWork.answer", "if task.kind in attempt.answers:", "if False:"),
     Mutant("another_attempt", SECURE, "SecureWork.expect", "if revealed is not None and (", "if False and ("),
     Mutant(
-        "an_attempt_set_back",
-        SECURE,
-        "SecureWork._unmask",
-        "(_name(task), mark) != mark:",
+        "an_attempt_set_back", SECURE, "SecureWork._unmask", "(_name(task), mark) != mark:",
         "(_name(task), mark) is None:",
     ),
     Mutant("the_same_payload", SECURE, "SecureWork.expect", "if served is not None and served != where:", "if False:"),
     Mutant("nearly_the_same_payload", SUMS, "EarlierSums.expect_apart", "< wanted * earlier.change", "< 0"),
     Mutant(
-        "nearly_the_same_and_one_drops_out",
-        SECURE,
-        "SecureWork._confirm",
-        "self._expect_apart(task, roster, job.alive, final=True)",
-        "pass",
+        "nearly_the_same_and_one_drops_out", SECURE, "SecureWork._confirm",
+        "self._expect_apart(task, roster, job.alive, final=True)", "pass",
     ),
     Mutant(
-        "nearly_the_same_and_one_comes_back",
-        SECURE,
-        "SecureWork._confirm",
-        "self._expect_apart(task, roster, job.alive, final=True)",
-        "pass",
-    ),
-    Mutant("an_earlier_round", SECURE, "SecureWork.expect", "if task.round < markers.round:", "if False:"),
+        "nearly_the_same_and_one_comes_back", SECURE, "SecureWork._confirm",
+        "self._expect_apart(task, roster, job.alive, final=True)", "pass",
+    ), Mutant("an_earlier_round", SECURE, "SecureWork.expect", "if task.round < markers.round:", "if False:"),
     Mutant("another_payload", ROSTER, "_expect_entry", '"attempt", "payload_sha256", "terms")', '"attempt", "terms")'),
     Mutant("swapped_keys", ROSTER, "_expect_entry", "if not is_entry_signed(answer):", "if False:"),
     Mutant("one_identity_twice", ROSTER, "_expect_keys", "in expect_keys(entry)]", "in expect_keys(entry)[1:]]"),
@@ -84,18 +74,14 @@ MUTANTS = (
         "forgotten_in_the_list", MEMBER, "confirm_list", "or {*job.alive, *job.dropped} != set(sharing):", "or False:"
     ),
     Mutant(
-        "fewer_than_the_spec_promises",
-        SECURE,
-        "SecureWork._least",
-        "minimum=max(spec.minimum, self._limits.minimum)",
+        "fewer_than_the_spec_promises", SECURE, "SecureWork._least", "minimum=max(spec.minimum, self._limits.minimum)",
         "minimum=self._limits.minimum",
-    ),
-    Mutant("heavy_weight", MEMBER, "expect_set", "if share > limits.max_own_share:", "if False:"),
+    ), Mutant("heavy_weight", MEMBER, "expect_set", "if share > limits.max_own_share:", "if False:"),
     Mutant("light_weights", MEMBER, "expect_set", "if effective < limits.min_effective:", "if False:"),
     Mutant("strangers", MEMBER, "expect_set", "if known < limits.verified:", "if False:"),
     Mutant("invented_members", MEMBER, "expect_roster", *KEYS),
     Mutant("split_lists", MEMBER, "expect_roster", "    if unlisted > safe:\n", "    if False:\n"),
-)
+)  # fmt: skip
 """Of the checks of secure sums; every attack of `tests.support` has at least one."""
 
 PLAIN_PATH = Mutant("plain_path", LOOP, "TaskLoop._send_pending", " or self._secure is not None:", ":")

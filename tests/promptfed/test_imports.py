@@ -76,11 +76,8 @@ def test_a_client_imports_torch_alone_up_to_the_consent(tmp_path: Path) -> None:
 
 def given(url: str, folder: Path) -> Sequence[str]:
     options = {
-        "coordinator": url,
-        "federation": "pets",
-        "name": "a",
-        "data": "symbols:neon?only=sun,cloud",
+        "coordinator": url, "federation": "pets", "name": "a", "data": "symbols:neon?only=sun,cloud",
         "agree": "sha256:" + "0" * 64,
-    }
+    }  # fmt: skip
     options |= {"enrolment-token-file": str(folder / "token"), "state-dir": str(folder / "state")}
     return [f"--{name}={value}" for name, value in options.items()]

@@ -134,15 +134,11 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Any:
         tokens = {
             "admin": coordinator.operator["Authorization"].split()[1],
             **{role: operator(coordinator, role) for role in ROLES[:2]},
-            "expired operator": operator(coordinator, "admin", hours=1e-9),
-            "enrolment": coordinator.token(mine),
-            "client": secret_of("b"),
-            "withdrawn client": secret_of("gone"),
-            "expired enrolment": expired,
+            "expired operator": operator(coordinator, "admin", hours=1e-9), "enrolment": coordinator.token(mine),
+            "client": secret_of("b"), "withdrawn client": secret_of("gone"), "expired enrolment": expired,
             "enrolment of another federation": coordinator.token(other),
-            "client of another federation": secret_of("stranger"),
-            "wrong": "0" * 64,
-        }
+            "client of another federation": secret_of("stranger"), "wrong": "0" * 64,
+        }  # fmt: skip
         yield Door(coordinator, tokens, task, a.payload(task)["context"])
 
 

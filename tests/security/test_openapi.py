@@ -66,12 +66,9 @@ def place(attacked: tuple[InThread, str, str], name: str) -> Iterator[Place]:
     coordinator, victim, task = attacked
     toy, [member] = launched(coordinator, "member", name="toy", participation={"min_clients": 1})
     callers = {
-        "nobody": {},
-        "stranger": bearer(secrets.token_hex(32)),
-        "member of toy": member.headers,
-        "enrolling to toy": bearer(coordinator.token(toy)),
-        "operator": coordinator.operator,
-    }
+        "nobody": {}, "stranger": bearer(secrets.token_hex(32)), "member of toy": member.headers,
+        "enrolling to toy": bearer(coordinator.token(toy)), "operator": coordinator.operator,
+    }  # fmt: skip
     if not name.endswith("/evaluation"):
         assert member.evaluate(coordinator.task(member)).status_code == 201
     tasks = {victim: task, toy: coordinator.task(member)["task_id"]}
@@ -144,13 +141,9 @@ def attack(name: str, place: Place, examples: int) -> None:
     modes = [operation.as_strategy(generation_mode=mode) for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)]
 
     @settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
+        max_examples=examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
     @given(st.one_of(*modes), callers, aims, st.booleans())
     def one(case: schemathesis.Case, caller: str, aim: bool, at_victim: bool) -> None:
         if aim:

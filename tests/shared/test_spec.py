@@ -81,13 +81,9 @@ def test_what_has_no_effect_with_the_others_is_refused(method: str, idle: dict[s
 
 
 KRUM = [
-    (5, 1.0, 0.2, True),
-    (4, 1.0, 0.2, False),
-    (10, 0.5, 0.2, True),
-    (10, 0.4, 0.2, False),
-    (30, 1.0, 0.45, True),
+    (5, 1.0, 0.2, True), (4, 1.0, 0.2, False), (10, 0.5, 0.2, True), (10, 0.4, 0.2, False), (30, 1.0, 0.45, True),
     (29, 1.0, 0.45, False),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("clients", "quorum", "tolerate", "possible"), KRUM)
@@ -118,10 +114,8 @@ def test_methods_whose_phases_are_means_take_any_rule() -> None:
 
 
 REFUSED = [
-    ({"rounds": -1}, "rounds", "greater than or equal to 0"),
-    ({"rounds": 0}, "rounds", "0 rounds evaluate an export"),
-    ({"rounds": "3"}, "rounds", "integer"),
-    ({"rounds": 2.5}, "rounds", "integer"),
+    ({"rounds": -1}, "rounds", "greater than or equal to 0"), ({"rounds": 0}, "rounds", "0 rounds evaluate an export"),
+    ({"rounds": "3"}, "rounds", "integer"), ({"rounds": 2.5}, "rounds", "integer"),
     ({"rounds": True}, "rounds", "integer"),
     ({"training": {"epochs": 0}}, "training.epochs", "greater than or equal to 1"),
     ({"training": {"lr": 1.0}}, "training.lr", "unknown key"),
@@ -132,10 +126,8 @@ REFUSED = [
     ({"method": {"name": "promptfl", "m": 0}}, "method.m", "greater than or equal to 1"),
     ({"method": {"name": "promptfl", "mu": 1.0}}, "method.mu", "unknown key"),
     ({"method": {"name": "promptfl", "context_init": "  "}}, "method", "context_init"),
-    ({"method": {}}, "method", "needs a 'name'"),
-    ({"method": "promptfl"}, "method", "mapping"),
-    ({"name": "a b"}, "name", "letters, digits"),
-    ({"template": "a photo"}, "template", "exactly once"),
+    ({"method": {}}, "method", "needs a 'name'"), ({"method": "promptfl"}, "method", "mapping"),
+    ({"name": "a b"}, "name", "letters, digits"), ({"template": "a photo"}, "template", "exactly once"),
     ({"class_names": []}, "class_names", "at least one"),
     ({"class_names": ["a", "b", "a"]}, "class_names", "twice: a"),
     ({"secure_aggregation": {}}, "secure_aggregation", "raise min_clients to 3"),
@@ -157,20 +149,17 @@ REFUSED = [
     ({"aggregation": {"clip_norm": "mean"}}, "aggregation.clip_norm", "a number above 0, 'median' or null"),
     ({"aggregation": {"rule": "krum"}}, "aggregation", "needs at least 5 updates, and a phase may close with 1"),
     (
-        {"aggregation": {"rule": "multi_krum", "tolerate": 0.1}, "participation": {"min_clients": 5}},
-        "aggregation",
+        {"aggregation": {"rule": "multi_krum", "tolerate": 0.1}, "participation": {"min_clients": 5}}, "aggregation",
         "at least 10 updates",
     ),
     (
-        {"aggregation": {"rule": "median"}, "method": {"name": "plan"}},
-        "aggregation",
+        {"aggregation": {"rule": "median"}, "method": {"name": "plan"}}, "aggregation",
         "plan does not combine its updates",
-    ),
-    ({"aggregation": {"clip_norm": 1}, "method": {"name": "pfedpg"}}, "aggregation", "clip_norm cannot take"),
+    ), ({"aggregation": {"clip_norm": 1}, "method": {"name": "pfedpg"}}, "aggregation", "clip_norm cannot take"),
     ({"aggregation": {"rule": "krum"}, "method": {"name": "coop"}}, "aggregation", "coop sends nothing up"),
     ({"seed": -1}, "seed", "greater than or equal to 0"),
     ({"backbone": {"fingerprint": "sha256:12"}}, "backbone.fingerprint", "pattern"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "path", "says"), REFUSED)

@@ -16,12 +16,9 @@ from promptfed.shared.service.streams import Standard, delivered, standard_strea
 from tests.support.waiting import PATIENCE
 
 WAYS = {
-    "no output": ">&-",
-    "no errors": "2>&-",
-    "nothing at all": "<&- >&- 2>&-",
-    "output that nobody reads": "| true",
+    "no output": ">&-", "no errors": "2>&-", "nothing at all": "<&- >&- 2>&-", "output that nobody reads": "| true",
     "errors that nobody reads": "2>&1 >/dev/null | true",
-}
+}  # fmt: skip
 
 
 def ended(*arguments: str, way: str, cwd: Path, code: str = "${PIPESTATUS[0]}") -> tuple[int, str]:

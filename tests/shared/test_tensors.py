@@ -58,13 +58,9 @@ def test_state_hash_is_the_stated_one() -> None:
 def test_state_hash_sees_names_shapes_dtypes_and_values_but_not_strides() -> None:
     base = torch.arange(6.0).reshape(2, 3)
     hashes = {
-        state_hash({"a": base}),
-        state_hash({"b": base}),
-        state_hash({"a": base.reshape(3, 2)}),
-        state_hash({"a": base.long()}),
-        state_hash({"a": base + 1e-6}),
-        state_hash({}),
-    }
+        state_hash({"a": base}), state_hash({"b": base}), state_hash({"a": base.reshape(3, 2)}),
+        state_hash({"a": base.long()}), state_hash({"a": base + 1e-6}), state_hash({}),
+    }  # fmt: skip
     assert len(hashes) == 6
     assert state_hash({"a": base.T.contiguous().T}) == state_hash({"a": base})
 
@@ -110,21 +106,17 @@ def raw(header: object, data: bytes = b"") -> bytes:
 
 
 NO_SAFETENSORS = [
-    (b"", "not-safetensors"),
-    (b"\x80\x04pickle..", "not-safetensors"),
-    (encode(GOOD)[:-3], "not-safetensors"),
-    (encode(GOOD) + b"tail", "not-safetensors"),
-    (raw(b"not json"), "not-safetensors"),
+    (b"", "not-safetensors"), (b"\x80\x04pickle..", "not-safetensors"), (encode(GOOD)[:-3], "not-safetensors"),
+    (encode(GOOD) + b"tail", "not-safetensors"), (raw(b"not json"), "not-safetensors"),
     (raw([1, 2]), "not-safetensors"),
     (raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, bytes(4)), "not-safetensors"),
     (raw({"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)), "not-safetensors"),
     (raw({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, bytes(4)), "not-safetensors"),
-    (raw(b"[" * 5000 + b"]" * 5000), "not-safetensors"),
-    (raw(b" " * 1_000_001), "header-too-large"),
+    (raw(b"[" * 5000 + b"]" * 5000), "not-safetensors"), (raw(b" " * 1_000_001), "header-too-large"),
     (raw({"__metadata__": {"promptfed": "{"}}), "bad-metadata"),
     (raw({"__metadata__": {"other": "{}"}}), "bad-metadata"),
     (raw({"__metadata__": {"promptfed": 3}}), "bad-metadata"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "kind"), NO_SAFETENSORS)

@@ -39,15 +39,12 @@ class Authority:
         now = datetime.datetime.now(datetime.UTC)
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         builder = (
-            x509.CertificateBuilder()
-            .subject_name(subject)
+            x509.CertificateBuilder() .subject_name(subject)
             .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self._name)]))
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now + begins)
+            .public_key(key.public_key()) .serial_number(x509.random_serial_number()) .not_valid_before(now + begins)
             .not_valid_after(now + ends)
             .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
-        )
+        )  # fmt: skip
         if hosts:
             builder = builder.add_extension(x509.SubjectAlternativeName([_general(host) for host in hosts]), False)
         signed = builder.sign(self._key, hashes.SHA256())

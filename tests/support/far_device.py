@@ -252,19 +252,12 @@ def _copy_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
-    Tensor.device.__get__: _device,
-    Tensor.data.__get__: _get_data,
-    Tensor.data.__set__: _set_data,
+    Tensor.device.__get__: _device, Tensor.data.__get__: _get_data, Tensor.data.__set__: _set_data,
     Tensor.cuda: lambda func, args, kwargs: args[0].to(INSIDE, **kwargs),
     Tensor.pin_memory: lambda func, args, kwargs: pinned(args[0]),
-    Tensor.is_pinned: lambda func, args, kwargs: is_pinned(args[0]),
-    Tensor.numpy: _numpy,
-    Tensor.__array__: _numpy,
-    Tensor.__deepcopy__: _copy_of,
-    Tensor.data_ptr: _memory,
-    Tensor.tolist: _tolist,
-    Tensor.untyped_storage: _memory,
-}
+    Tensor.is_pinned: lambda func, args, kwargs: is_pinned(args[0]), Tensor.numpy: _numpy, Tensor.__array__: _numpy,
+    Tensor.__deepcopy__: _copy_of, Tensor.data_ptr: _memory, Tensor.tolist: _tolist, Tensor.untyped_storage: _memory,
+}  # fmt: skip
 
 
 def _item(func: Any, args: Any, kwargs: Any) -> Any:

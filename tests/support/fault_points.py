@@ -4,28 +4,11 @@ from __future__ import annotations
 
 #: Every point there is, in the order in which a run first reaches them.
 POINTS = (
-    "federation-created",
-    "client-enrolled",
-    "start-before-commit",
-    "start-committed",
-    "blob-row-written",
-    "blob-written",
-    "blob-renamed",
-    "payloads-before-commit",
-    "payloads-committed",
-    "evaluation-entered",
-    "group-stepped",
-    "group-before-commit",
-    "group-committed",
-    "answer-sent",
-    "update-received",
-    "update-checked",
-    "update-entered",
-    "phase-closed",
-    "aggregate-computed",
-    "state-before-commit",
-    "state-committed",
-)
+    "federation-created", "client-enrolled", "start-before-commit", "start-committed", "blob-row-written",
+    "blob-written", "blob-renamed", "payloads-before-commit", "payloads-committed", "evaluation-entered",
+    "group-stepped", "group-before-commit", "group-committed", "answer-sent", "update-received", "update-checked",
+    "update-entered", "phase-closed", "aggregate-computed", "state-before-commit", "state-committed",
+)  # fmt: skip
 OF_FILES = ("blob-written", "blob-renamed")
 """Reached where blobs are files, large ones that is."""
 OF_ROWS = ("blob-row-written",)

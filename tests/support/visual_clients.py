@@ -75,12 +75,8 @@ def client_context(
 ) -> ClientContext:
     """One client's task."""
     plain = {
-        "momentum": 0.0,
-        "weight_decay": 0.0,
-        "batch_size": count or 1,
-        "learning_rate": 1.0,
-        "schedule": "constant",
-    }
+        "momentum": 0.0, "weight_decay": 0.0, "batch_size": count or 1, "learning_rate": 1.0, "schedule": "constant",
+    }  # fmt: skip
     return ClientContext(
         backbone=backbone, class_names=NAMES, template="a photo of a {}.", terms=training_terms(plain | training),
         client=client, domain=None, peers=(), round=round, phase=phase, train=split_of(backbone, count, client),

@@ -59,15 +59,12 @@ def test_phases_are_known_with_the_rounds_that_have_them() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, None),
-        ({"round": 3}, None),
-        ({"round": 0}, "round 0 of 3 has no phase 'train'"),
+        ({}, None), ({"round": 3}, None), ({"round": 0}, "round 0 of 3 has no phase 'train'"),
         ({"round": 4}, "round 4 of 3 has no phase 'train'"),
         ({"phase": "second"}, "has no phase 'second'; agreed: train"),
-        ({"secure": "a step"}, "not one of the secure sums"),
-        ({"kind": "mask"}, "not one of the secure sums"),
+        ({"secure": "a step"}, "not one of the secure sums"), ({"kind": "mask"}, "not one of the secure sums"),
     ],
-)
+)  # fmt: skip
 def test_training_is_of_an_agreed_round_phase_and_kind(changes: Any, words: str | None, tmp_path: Path) -> None:
     asked = SimpleNamespace(**{"round": 1, "phase": "train", "kind": "train", "secure": None} | changes)
     if words is None:

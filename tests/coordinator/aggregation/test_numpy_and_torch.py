@@ -44,16 +44,11 @@ SMALL: dict[str, dict[str, Any]] = {
     **dict.fromkeys([*OF_TEXT.split(), "promptfl_per", "promptfl_prox", "promptfolio"], TEXT),
     **dict.fromkeys(["diprompt", "fedapt", "fedmaple", "fedpr", "fedvpt_deep", "singleset_vpt"], TWO),
     **dict.fromkeys(["fedbabu", "fedrod", "perfedavg", "singleset_full"], NORMS),
-    **dict.fromkeys(["fedclip", "fedlp", "fedtaskres", "zero_shot"], NONE),
-    "fedavg": {"trainable": "all"},
-    "fedclipadapter": {"reduction": 2},
-    "fedcocoop": TEXT | {"reduction": 2},
-    "fedlora": {"r": 2},
-    "fedprox": {"trainable": "biases"},
-    "fedrep": {"trainable": "last_k", "k": 1},
-    "pfedpg": {"m": 2, "inner_width": 4},
-    "plan": {"m": 2, "reduction": 4},
-}
+    **dict.fromkeys(["fedclip", "fedlp", "fedtaskres", "zero_shot"], NONE), "fedavg": {"trainable": "all"},
+    "fedclipadapter": {"reduction": 2}, "fedcocoop": TEXT | {"reduction": 2}, "fedlora": {"r": 2},
+    "fedprox": {"trainable": "biases"}, "fedrep": {"trainable": "last_k", "k": 1},
+    "pfedpg": {"m": 2, "inner_width": 4}, "plan": {"m": 2, "reduction": 4},
+}  # fmt: skip
 
 
 """Options with which each method is small."""

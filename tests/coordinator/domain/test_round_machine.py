@@ -50,16 +50,9 @@ TWO_ALL = (PhasePlan("prompts"), PhasePlan("aggregators", "all"))
 def rules(phases: tuple[PhasePlan, ...] = ONE, **changes: object) -> Rules:
     """Of two rounds in which everybody is asked and must answer; ``changes`` are laid over them."""
     base = Rules(
-        draw=3,
-        rounds=2,
-        min_clients=1,
-        fraction=1.0,
-        quorum=1.0,
-        deadline_seconds=10.0,
-        on_missed_quorum="pause",
-        evaluate_every=1,
-        phases=lambda round: phases,
-    )
+        draw=3, rounds=2, min_clients=1, fraction=1.0, quorum=1.0, deadline_seconds=10.0, on_missed_quorum="pause",
+        evaluate_every=1, phases=lambda round: phases,
+    )  # fmt: skip
     return replace(base, **changes)
 
 
@@ -564,15 +557,11 @@ class AnyOrder(Steered):
     """Events in any order; what they must never do is checked after each."""
 
     @initialize(
-        phases=st.sampled_from([(), ONE, TWO, TWO_ALL]),
-        rounds=st.integers(1, 3),
-        min_clients=st.integers(1, 3),
-        fraction=st.sampled_from([0.1, 0.5, 1.0]),
-        quorum=st.sampled_from([0.1, 0.5, 0.67, 1.0]),
-        on_missed_quorum=st.sampled_from(["pause", "fail"]),
-        evaluate_every=st.integers(1, 3),
+        phases=st.sampled_from([(), ONE, TWO, TWO_ALL]), rounds=st.integers(1, 3), min_clients=st.integers(1, 3),
+        fraction=st.sampled_from([0.1, 0.5, 1.0]), quorum=st.sampled_from([0.1, 0.5, 0.67, 1.0]),
+        on_missed_quorum=st.sampled_from(["pause", "fail"]), evaluate_every=st.integers(1, 3),
         clients=st.integers(1, 5),
-    )
+    )  # fmt: skip
     def begin(self, clients: int, **given: Any) -> None:
         self.rules = rules(**given)
         self.play = Play(self.rules, *(f"c{number}" for number in range(clients)), evaluators=("e",))

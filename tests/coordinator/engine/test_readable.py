@@ -88,27 +88,21 @@ DAMAGES = {
     "another verdict": ("updates", "judged", json.dumps({"verdict": "eaten"}), "verdict"),
     "a cost without its figures": ("updates", "spent", "{}", "epsilon"),
     "more images than there are": (
-        "evaluations",
-        "body",
+        "evaluations", "body",
         json.dumps({"splits": {"test": RESULT | {"num_samples": HUGE}}, "zero_shot": {}, "metrics": {}}),
         "splits.test.num_samples",
     ),
     "an accuracy over 1": (
-        "evaluations",
-        "body",
+        "evaluations", "body",
         json.dumps({"splits": {"test": RESULT | {"accuracy": 2}}, "zero_shot": {}, "metrics": {}}),
         "splits.test.accuracy",
-    ),
-    "no body": ("evaluations", "body", "[]", "TypeError"),
+    ), "no body": ("evaluations", "body", "[]", "TypeError"),
     "two events": (
-        "evaluations",
-        "body",
-        json.dumps({"splits": {}, "zero_shot": {}, "metrics": {}, "privacy": {"events": [1, 2]}}),
-        "ValueError",
-    ),
-    "no JSON in an update": ("updates", "metrics", "loss: 0.5", "metrics"),
+        "evaluations", "body",
+        json.dumps({"splits": {}, "zero_shot": {}, "metrics": {}, "privacy": {"events": [1, 2]}}), "ValueError",
+    ), "no JSON in an update": ("updates", "metrics", "loss: 0.5", "metrics"),
     "no JSON in an evaluation": ("evaluations", "body", "{", "TypeError"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.both_databases

@@ -161,14 +161,11 @@ def test_where_a_call_comes_from_is_a_proxy_s_word_only_where_asked_for(
 @pytest.mark.parametrize(
     ("refusal", "kind"),
     [
-        (problems.NameTaken, "name-taken"),
-        (problems.NoState, "no-state"),
-        (problems.TooManyClassNames, "too-many-class-names"),
-        (problems.BodyTooLarge, "too-large"),
-        (problems.Ended, "federation-ended"),
-        (problems.ObjectsAway, "store-away"),
+        (problems.NameTaken, "name-taken"), (problems.NoState, "no-state"),
+        (problems.TooManyClassNames, "too-many-class-names"), (problems.BodyTooLarge, "too-large"),
+        (problems.Ended, "federation-ended"), (problems.ObjectsAway, "store-away"),
     ],
-)
+)  # fmt: skip
 def test_a_kind_is_the_class_s_name_unless_the_protocol_has_another(refusal: type[problems.Refusal], kind: str) -> None:
     assert refusal.kind == kind
 

@@ -24,10 +24,8 @@ from tests.support.coordinators import InThread, in_thread
 
 # Each call of the operator's API, and the command that makes it.
 COMMANDS = {
-    "POST /v1/federations": "federation create",
-    "POST /v1/federations/run-file": "federation create",
-    "GET /v1/federations": "federation list",
-    "GET /v1/federations/{federation}": "federation status",
+    "POST /v1/federations": "federation create", "POST /v1/federations/run-file": "federation create",
+    "GET /v1/federations": "federation list", "GET /v1/federations/{federation}": "federation status",
     "DELETE /v1/federations/{federation}": "federation delete",
     "POST /v1/federations/{federation}/start": "federation start",
     "POST /v1/federations/{federation}/pause": "federation pause",
@@ -50,12 +48,10 @@ COMMANDS = {
     "GET /v1/federations/{federation}/rounds/{round}/card": "export",
     "POST /v1/federations/{federation}/rounds/{round}/card/signature": "export",
     "GET /v1/federations/{federation}/prompts": "federation prompts",
-    "GET /v1/federations/{federation}/metrics": "federation metrics",
-    "POST /v1/operators": "operator add",
-    "GET /v1/operators": "operator list",
-    "DELETE /v1/operators/{operator}": "operator remove",
+    "GET /v1/federations/{federation}/metrics": "federation metrics", "POST /v1/operators": "operator add",
+    "GET /v1/operators": "operator list", "DELETE /v1/operators/{operator}": "operator remove",
     "GET /v1/audit-log": "audit-log show",
-}
+}  # fmt: skip
 
 
 class Command:

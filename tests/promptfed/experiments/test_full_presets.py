@@ -82,16 +82,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Class folders of empty files, which nobody opens."""
     made = tmp_path_factory.mktemp("data")
     wanted = {
-        (Path(body).name, domain)
-        for name in preset_names()
-        for preset in [read_preset(name)]
-        for panel in preset.panels()
-        for setting in [preset.setting_of(panel, str(made))]
-        for uri in setting.data
+        (Path(body).name, domain) for name in preset_names() for preset in [read_preset(name)]
+        for panel in preset.panels() for setting in [preset.setting_of(panel, str(made))] for uri in setting.data
         for scheme, _, body in [uri.partition("?")[0].partition(":")]
-        for domain in (setting.domains if "{domain}" in uri else ("",))
-        if scheme == "folder"
-    }
+        for domain in (setting.domains if "{domain}" in uri else ("",)) if scheme == "folder"
+    }  # fmt: skip
     for name, domain in wanted:
         for number in range(FOLDERS[name]):
             folder = made / name / domain / (TEN[number] if number < len(TEN) else f"class {number}")

@@ -65,23 +65,15 @@ def test_a_value_of_a_wrong_type_is_refused_by_its_name(function: Callable[..., 
 
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
-    ("data=None is not", {"data": None}),
-    ("data=.*Path.* is not", {"data": [Path()]}),
-    ("data='symbols:neon' is a text: give a list", {"data": "symbols:neon"}),
-    ("pool='2' is not int", {"pool": "2"}),
-    ("pool=0 is not int", {"pool": 0}),
-    ("pool=True is not int", {"pool": True}),
-    ("meta", {"device": "meta"}),
-    ("nothing", {"device": "nothing"}),
-    ("backbone=7 is not", {"backbone": 7}),
-    ("backbone.modle", {"backbone": {"modle": "RN50"}}),
-    ("no-such", {"backbone": "no-such"}),
-    ("leave backbone_file out", {"backbone": "loaded", "backbone_file": "x"}),
-    ("rounds", {"rounds": "five"}),
-    ("unexpected|shuots", {"shuots": 1}),
-    ("domains=.* is not", {"domains": ["a neon"]}),
+    ("data=None is not", {"data": None}), ("data=.*Path.* is not", {"data": [Path()]}),
+    ("data='symbols:neon' is a text: give a list", {"data": "symbols:neon"}), ("pool='2' is not int", {"pool": "2"}),
+    ("pool=0 is not int", {"pool": 0}), ("pool=True is not int", {"pool": True}), ("meta", {"device": "meta"}),
+    ("nothing", {"device": "nothing"}), ("backbone=7 is not", {"backbone": 7}),
+    ("backbone.modle", {"backbone": {"modle": "RN50"}}), ("no-such", {"backbone": "no-such"}),
+    ("leave backbone_file out", {"backbone": "loaded", "backbone_file": "x"}), ("rounds", {"rounds": "five"}),
+    ("unexpected|shuots", {"shuots": 1}), ("domains=.* is not", {"domains": ["a neon"]}),
     ("method=7 is not", {"method": 7}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("says", "given"), WRONG, ids=lambda value: str(value)[:30])
@@ -134,17 +126,11 @@ def test_a_backbone_is_a_name_a_mapping_or_a_loaded_one_whose_is_the_spec_s(give
 
 def test_every_keyword_of_a_run_has_its_effect(backbone: Backbone, tmp_path: Path, capsys: Any) -> None:
     given: dict[str, Any] = {
-        "method": {"name": "promptfl", "m": 2},
-        "data": [f"symbols:neon{SMALL}", f"symbols:sketch{SMALL}"],
-        "unseen": {"referee": f"symbols:painting{SMALL}"},
-        "tests": {"further": f"symbols:quickdraw{SMALL}"},
-        "domains": {"client-0": "a neon sign of a {}"},
-        "backbone": backbone,
-        "folder": tmp_path / "run",
-        "pool": 2,
-        "allow_backbone": True,
-        "progress": True,
-    }
+        "method": {"name": "promptfl", "m": 2}, "data": [f"symbols:neon{SMALL}", f"symbols:sketch{SMALL}"],
+        "unseen": {"referee": f"symbols:painting{SMALL}"}, "tests": {"further": f"symbols:quickdraw{SMALL}"},
+        "domains": {"client-0": "a neon sign of a {}"}, "backbone": backbone, "folder": tmp_path / "run", "pool": 2,
+        "allow_backbone": True, "progress": True,
+    }  # fmt: skip
     assert set(keywords(promptfed.run)) - set(given) == {
         "device",
         "backbone_file",

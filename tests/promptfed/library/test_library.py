@@ -222,14 +222,10 @@ def test_clients_declare_their_domains_in_words(tmp_path: Path, backbone: Backbo
         write_folder(tmp_path / name, ("circle", "bar"), seed=seed, each=2)
     (tmp_path / "plain" / "domain.txt").write_text("filled shape")
     result = promptfed.run(
-        {"name": "zero_shot"},
-        {name: f"folder:{tmp_path / name}" for name in ("plain", "worded")},
-        unseen={"unseen": f"folder:{tmp_path / 'unseen'}"},
-        domains={"worded": "a drawing of a {}"},
-        rounds=1,
-        class_names=["circle", "bar"],
-        backbone=backbone,
-    )
+        {"name": "zero_shot"}, {name: f"folder:{tmp_path / name}" for name in ("plain", "worded")},
+        unseen={"unseen": f"folder:{tmp_path / 'unseen'}"}, domains={"worded": "a drawing of a {}"}, rounds=1,
+        class_names=["circle", "bar"], backbone=backbone,
+    )  # fmt: skip
     told = {
         client.name: client.domain and (client.domain.name, client.domain.description)
         for client in result.taken.clients

@@ -34,26 +34,20 @@ def config(vision: dict[str, Any], text: dict[str, Any], **more: Any) -> dict[st
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "small-vit": config({}, {}),
-    "small-custom": config({}, {}, custom_text=True),
+    "small-vit": config({}, {}), "small-custom": config({}, {}, custom_text=True),
     "small-quick": config({}, {}, quick_gelu=True),
     "small-scale": config({"ls_init_value": 0.3}, {"ls_init_value": 0.3, "proj_bias": True}),
     "small-eos": config({}, {"pool_type": "eos", "eos_id": 49407, "proj_type": "none"}, embed_dim=48, custom_text=True),
-    "small-one-block": config({"layers": 1}, {"layers": 1}),
-    "small-qknorm": config({}, {"qk_norm": True}),
+    "small-one-block": config({"layers": 1}, {"layers": 1}), "small-qknorm": config({}, {"qk_norm": True}),
     "small-bidirectional": config(
         BACK, ANYWAY | {"act_kwargs": {"approximate": "tanh"}}, custom_text=True, init_logit_bias=-10
-    ),
-    "small-bidirectional-argmax": config({}, {"no_causal_mask": True}, custom_text=True),
+    ), "small-bidirectional-argmax": config({}, {"no_causal_mask": True}, custom_text=True),
     "small-coca": config(
-        COCA,
-        {"context_length": 23, "embed_cls": True, "output_tokens": True},
-        multimodal_cfg={"context_length": 23, "width": 48, "heads": 4, "layers": 1},
-        custom_text=True,
-    ),
-    "small-resnet": config({}, {}, vision_cfg=RESNET),
+        COCA, {"context_length": 23, "embed_cls": True, "output_tokens": True},
+        multimodal_cfg={"context_length": 23, "width": 48, "heads": 4, "layers": 1}, custom_text=True,
+    ), "small-resnet": config({}, {}, vision_cfg=RESNET),
     "small-timm": config({}, {}, vision_cfg=TIMM | {"timm_pool": "avg", "timm_proj": "linear", "image_size": 64}),
-}
+}  # fmt: skip
 
 PREFIX_MODELS = ["small-vit", "small-custom", "small-quick", "small-scale", "small-eos", "small-resnet"]
 SHORT_MODELS = [*PREFIX_MODELS, "small-qknorm"]

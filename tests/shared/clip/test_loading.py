@@ -53,15 +53,12 @@ from tests.support.waiting import PATIENCE
 
 UNKNOWN_NAMES = [
     ("ViT-B-16x", None, "open_clip has no model 'ViT-B-16x'; near: ViT-B-16,"),
-    ("promptfed-tinny", "embedded", "near: promptfed-tiny"),
-    ("promptfed-tiny", "openai", "use .embedded."),
-    ("promptfed-emoji", "openai", "use .embedded."),
-    ("ViT-B-16", "openia", "has no weights 'openia'; near: openai"),
-    ("ViT-B-16-SigLIP", "nothing-like-it", "it has: webli"),
-    ("hf-hub:owner/name", None, "--allow-backbone"),
+    ("promptfed-tinny", "embedded", "near: promptfed-tiny"), ("promptfed-tiny", "openai", "use .embedded."),
+    ("promptfed-emoji", "openai", "use .embedded."), ("ViT-B-16", "openia", "has no weights 'openia'; near: openai"),
+    ("ViT-B-16-SigLIP", "nothing-like-it", "it has: webli"), ("hf-hub:owner/name", None, "--allow-backbone"),
     ("local-dir:/tmp", None, "--allow-backbone"),
     ("timm:small_plain", None, "'timm:small_plain' is outside open_clip's registry.*--allow-backbone"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "pretrained", "message"), UNKNOWN_NAMES)
@@ -431,14 +428,10 @@ def test_images_are_prepared_as_timm_says() -> None:
 def test_all_that_needs_text_is_refused() -> None:
     backbone = of_timm("small_plain")
     calls = [
-        lambda: backbone.encode_text(["a photo of a sun."]),
-        lambda: backbone.class_prompts(["sun"], 4),
-        lambda: backbone.embed_words("a photo"),
-        lambda: backbone.encode_prompts(torch.zeros(1, 1), None),
-        lambda: backbone.logit_scale,
-        lambda: backbone.d_t,
-        lambda: backbone.context_length,
-    ]
+        lambda: backbone.encode_text(["a photo of a sun."]), lambda: backbone.class_prompts(["sun"], 4),
+        lambda: backbone.embed_words("a photo"), lambda: backbone.encode_prompts(torch.zeros(1, 1), None),
+        lambda: backbone.logit_scale, lambda: backbone.d_t, lambda: backbone.context_length,
+    ]  # fmt: skip
     for call in calls:
         with pytest.raises(BackboneError, match="'timm:small_plain' has no text tower"):
             call()

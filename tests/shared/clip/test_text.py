@@ -209,11 +209,8 @@ def test_auto_takes_the_fastest_possible_path(small: Any) -> None:
 
 
 IMPOSSIBLE = [
-    ("small-qknorm", "prefix"),
-    ("small-coca", "short"),
-    ("small-coca", "dense"),
-    ("small-bidirectional", "prefix"),
-]
+    ("small-qknorm", "prefix"), ("small-coca", "short"), ("small-coca", "dense"), ("small-bidirectional", "prefix"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "path"), IMPOSSIBLE)

@@ -51,12 +51,9 @@ def test_pathological_gives_the_remainder_to_the_last(classes: int, clients: int
 
 
 FEDPGP_SETS = [
-    ("OxfordIIITPet", 37, (2, 1), (4, 1)),
-    ("Flowers102", 102, (5, 6), (10, 12)),
-    ("DTD", 47, (2, 6), (5, 2)),
-    ("Caltech101", 100, (5, 5), (10, 10)),
-    ("Food101", 101, (5, 6), (10, 11)),
-]
+    ("OxfordIIITPet", 37, (2, 1), (4, 1)), ("Flowers102", 102, (5, 6), (10, 12)), ("DTD", 47, (2, 6), (5, 2)),
+    ("Caltech101", 100, (5, 5), (10, 10)), ("Food101", 101, (5, 6), (10, 11)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "classes", "base", "whole"), FEDPGP_SETS)

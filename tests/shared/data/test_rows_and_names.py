@@ -262,12 +262,9 @@ def test_wrong_class_names_are_told_beside_the_right_ones(refusal: Callable[...,
 
 
 SIDE_BY_SIDE: dict[str, Callable[[], str]] = {
-    "a federation and a site": at_the_coordinator,
-    "an export and data": at_a_score,
-    "trainers": among_trainers,
-    "a site and its federation": at_a_site,
-    "a text tower": to_a_text_tower,
-}
+    "a federation and a site": at_the_coordinator, "an export and data": at_a_score, "trainers": among_trainers,
+    "a site and its federation": at_a_site, "a text tower": to_a_text_tower,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("names", SIDE_BY_SIDE)

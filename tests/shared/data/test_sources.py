@@ -222,30 +222,23 @@ BAD_URIS = [
     (
         "pictures:/x",
         "known are csv, dicom, digits, emoji, emoji-scenes, folder, hf, solar, stamps, symbols, torchvision",
-    ),
-    ("", "unknown data source"),
-    ("digits:/x", "takes nothing before its options"),
+    ), ("", "unknown data source"), ("digits:/x", "takes nothing before its options"),
     ("digits?domian=inverted", "unknown option domian"),
     ("digits?domain=green", "domain=green is not known; choose one of plain, inverted"),
-    ("digits?shots=two", "shots=two is not a whole number"),
-    ("digits?shots=0", "shots=0 is less than 1"),
-    ("digits?shots=1&shots=2", "given twice"),
-    ("digits?shots", "options are written"),
-    ("digits?classes=half", "classes=half is not known"),
-    ("digits?client=1", "client needs partition="),
-    ("digits?partition=iid", "needs clients="),
-    ("digits?partition=iid&clients=3", "needs client=0 to 2"),
+    ("digits?shots=two", "shots=two is not a whole number"), ("digits?shots=0", "shots=0 is less than 1"),
+    ("digits?shots=1&shots=2", "given twice"), ("digits?shots", "options are written"),
+    ("digits?classes=half", "classes=half is not known"), ("digits?client=1", "client needs partition="),
+    ("digits?partition=iid", "needs clients="), ("digits?partition=iid&clients=3", "needs client=0 to 2"),
     ("digits?partition=iid&clients=3&client=3", "not one of the 3 clients"),
     ("digits?partition=iid&clients=3&client=0&alpha=1", "alpha is for"),
     ("digits?partition=iid&clients=3&client=0&classes_per_client=1", "classes_per_client is for"),
     ("digits?partition=dirichlet&clients=3&client=0&alpha=x", "alpha=x is not a number"),
-    ("symbols:etching", "unknown domain etching; symbols has photo"),
-    ("symbols:sketch?domain=neon", "two domains"),
+    ("symbols:etching", "unknown domain etching; symbols has photo"), ("symbols:sketch?domain=neon", "two domains"),
     ("symbols:sketch?topic=cars", "topic=cars is not known; choose one of weather"),
     ("symbols:sketch?per_class=0", "per_class=0 is less than 1"),
     ("symbols:sketch?colour=red", "unknown option colour; accepted are alpha"),
     ("digits?partition=pathological&clients=11&client=0", "10 classes cannot be disjoint over 11 clients"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("uri", "says"), BAD_URIS)

@@ -74,27 +74,23 @@ DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fedclip": (
         {"rounds": 20, "optimizer": "adam", "rate": 4e-4, "epochs": 3, "batch_size": 32, "weight_decay": 0},
         {"start": "zero_shot"},
-    ),
-    "fedclipadapter": (ADAM | {"epochs": 5}, {"reduction": 4, "alpha": 0.2}),
+    ), "fedclipadapter": (ADAM | {"epochs": 5}, {"reduction": 4, "alpha": 0.2}),
     "fedmaple": (VPT | {"rate": 0.0035}, {"m": 8, "depth": None}),
     "fedotp": ({"rounds": 10, "epochs": 5, "batch_size": 32, "rate": 0.001}, {"m": 16} | FEDOTP),
     "fedpgp": (
         {"rounds": 10, "epochs": 5, "batch_size": 32, "rate": 0.001, "weighting": "samples"} | SGD,
         {"m": None, "b": 8, "mu": 1.0} | FEDPGP,
-    ),
-    "fedtaskres": (ADAM, {}),
+    ), "fedtaskres": (ADAM, {}),
     "fedtpg": (
         {"rounds": 500, "epochs": 1, "batch_size": 200, "rate": 0.003, "weighting": "uniform"}
         | {"momentum": 0.9, "weight_decay": 1e-5, "schedule": "cosine"},
         {"label_space": "client", "m": 4, "heads": 4, "feedforward": "relu", "start": "scaled"},
-    ),
-    "fedvpt": (VPT | {"rate": 0.002}, {"m": 10, "depth": 1} | HEADS),
+    ), "fedvpt": (VPT | {"rate": 0.002}, {"m": 10, "depth": 1} | HEADS),
     "fedvpt_deep": (VPT | {"rate": 0.002}, {"m": 1, "depth": None} | HEADS),
     "pfedpg": (
         {"rounds": 100, "epochs": 5, "batch_size": 64, "rate": 0.25, "momentum": 0.9, "weight_decay": 1e-3},
         {"m": 10, "generator": "attention", "generator_optimizer": "adam"},
-    ),
-    "pfedprompt": ({}, {"weight": 1.0} | PFEDPROMPT),
+    ), "pfedprompt": ({}, {"weight": 1.0} | PFEDPROMPT),
     "plan": (
         {"rounds": 20, "epochs": 1, "batch_size": 32, "rate": 0.0015, "weighting": "uniform"} | SGD,
         {"m": 8, "depth": None, "reduction": 8, "residual": True, "aggregators": "persist", "local_prompts": "restart"}
@@ -103,7 +99,7 @@ DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "promptfl_per": ({"rounds": 10, "epochs": 5, "batch_size": 32, "rate": 0.002, "schedule": "cosine"}, {"m": None}),
     "promptfolio": ({"rounds": 10, "epochs": 5, "batch_size": 16, "rate": 0.002}, {"m": None}),
     "singleset_vpt": (VPT | {"rate": 0.002}, {"m": 10, "depth": 1} | HEADS),
-}
+}  # fmt: skip
 
 
 """Of the spec and of the method; with the backbones of the papers, `core.rates` has others for the embedded ones."""
@@ -258,18 +254,15 @@ def test_what_is_shared_is_the_state_and_all_that_travels_and_is_averaged(name: 
 
 
 TOWERS: list[dict[str, Any]] = [
-    {"name": "fedlora", "blocks": "last_k"},
-    {"name": "fedavg", "trainable": "last_k"},
+    {"name": "fedlora", "blocks": "last_k"}, {"name": "fedavg", "trainable": "last_k"},
     {"name": "fedavg", "head": "linear"},
     {"name": "fedavg", "trainable": "last_k", "weighting": "ga", "head": "linear"},
     {"name": "fedavg", "trainable": "last_k", "head": "linear", "fedsr": True, "d_z": 5},
-    {"name": "fedrep", "trainable": "last_k"},
-    {"name": "fedbabu", "trainable": "last_k"},
-    {"name": "fedrod", "trainable": "last_k"},
-    {"name": "perfedavg", "trainable": "last_k", "head": "linear"},
+    {"name": "fedrep", "trainable": "last_k"}, {"name": "fedbabu", "trainable": "last_k"},
+    {"name": "fedrod", "trainable": "last_k"}, {"name": "perfedavg", "trainable": "last_k", "head": "linear"},
     {"name": "singleset_full", "trainable": "last_k", "head": "linear"},
     *({"name": name, "m": 2, "head": "linear"} for name in ("fedvpt", "fedvpt_deep", "singleset_vpt")),
-]
+]  # fmt: skip
 
 
 FEW = ("fedlora", "fedrod", "fedvpt")  # the first tier's: weights, heads, prompts

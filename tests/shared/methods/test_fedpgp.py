@@ -88,13 +88,9 @@ def literal_product(p_global: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 OPTIONS = [
-    {},
-    {"mu": 3.0, "tau_con": 0.2},
-    {"pairs": "positive_only"},
-    {"pairs": "negative_only"},
-    {"full_rank": True},
+    {}, {"mu": 3.0, "tau_con": 0.2}, {"pairs": "positive_only"}, {"pairs": "negative_only"}, {"full_rank": True},
     {"mu": 0.0},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -67,20 +67,11 @@ M = 4
 
 
 TEXT = [
-    {"name": "promptfl", "m": M},
-    {"name": "promptfl_prox", "m": M},
-    {"name": "promptfl_ft", "m": M},
-    {"name": "fedkgcoop", "m": M},
-    {"name": "fedpgp", "m": M, "b": 2},
-    {"name": "fedpgp", "m": M, "full_rank": True},
-    {"name": "fedcocoop", "m": M},
-    {"name": "fedclip"},
-    {"name": "fedtaskres"},
-    {"name": "fedclipadapter"},
-    {"name": "fedtpg", "m": M},
-    {"name": "promptfolio", "m": M},
-    {"name": "promptfl_per", "m": M},
-]
+    {"name": "promptfl", "m": M}, {"name": "promptfl_prox", "m": M}, {"name": "promptfl_ft", "m": M},
+    {"name": "fedkgcoop", "m": M}, {"name": "fedpgp", "m": M, "b": 2}, {"name": "fedpgp", "m": M, "full_rank": True},
+    {"name": "fedcocoop", "m": M}, {"name": "fedclip"}, {"name": "fedtaskres"}, {"name": "fedclipadapter"},
+    {"name": "fedtpg", "m": M}, {"name": "promptfolio", "m": M}, {"name": "promptfl_per", "m": M},
+]  # fmt: skip
 
 
 COPIED = TEXT[:11]  # whose gradients come from batches of copies
@@ -165,17 +156,10 @@ def test_promptfl_equals_dp_sgd_written_out(
         )
 
     wanted = literal_private.private_sgd(
-        [start],
-        unit_loss,
-        lambda theta: 0.25 * (theta[0] - start).square().sum(),
-        lambda theta: make_optimizer(theta, context.training, 0.05),
-        SeededNoise(7).stream(),
-        units=count,
-        batch=batch,
-        epochs=epochs,
-        clip=0.3,
-        z=1.0,
-    )[0]
+        [start], unit_loss, lambda theta: 0.25 * (theta[0] - start).square().sum(),
+        lambda theta: make_optimizer(theta, context.training, 0.05), SeededNoise(7).stream(), units=count, batch=batch,
+        epochs=epochs, clip=0.3, z=1.0,
+    )[0]  # fmt: skip
     moved = wanted - start
     # Adam divides by the root of a gradient's square, which magnifies what float32 rounds.
     assert float((found - wanted).abs().max()) <= 1e-3 * float(moved.abs().max())
@@ -377,11 +361,8 @@ def literally(tried: PrivateContextMethod, context: pf.ClientContext) -> literal
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("promptfolio", {}),
-    ("promptfolio", {"theta": 0.8}),
-    ("promptfl_per", {}),
-    ("promptfl_per", {"shared_tokens": 3}),
-]
+    ("promptfolio", {}), ("promptfolio", {"theta": 0.8}), ("promptfl_per", {}), ("promptfl_per", {"shared_tokens": 3}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
@@ -490,17 +471,9 @@ def test_promptfl_equals_dp_sgd_over_groups_written_out(
         return literal.context_loss(backbone, theta[0], list(NAMES), features, labels)
 
     wanted = literal_private.private_sgd(
-        [start],
-        unit_loss,
-        None,
-        lambda theta: make_optimizer(theta, context.training, 0.05),
-        draws(clip),
-        units=len(GROUPS),
-        batch=batch,
-        epochs=epochs,
-        clip=clip,
-        z=1.0,
-    )[0]
+        [start], unit_loss, None, lambda theta: make_optimizer(theta, context.training, 0.05), draws(clip),
+        units=len(GROUPS), batch=batch, epochs=epochs, clip=clip, z=1.0,
+    )[0]  # fmt: skip
     moved = float((wanted - start).abs().max())
     assert float((found - wanted).abs().max()) <= 1e-3 * moved
 

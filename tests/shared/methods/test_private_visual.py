@@ -29,15 +29,10 @@ COUNT, PATCHES, RATE = 4, 5, 0.05
 
 
 CASES: list[dict[str, Any]] = [
-    {"name": "fedvpt", "m": 2},
-    {"name": "fedvpt", "m": 2, "head": "linear"},
-    {"name": "fedvpt_deep", "m": 2},
-    {"name": "fedmaple", "m": 2},
-    {"name": "pfedpg", "m": 2},
-    {"name": "fedotp", "m": 2},
-    {"name": "pfedmoap", "m": 2, "gate_width": 8, "heads": 2},
-    {"name": "promptfl_amp", "m": 2},
-]
+    {"name": "fedvpt", "m": 2}, {"name": "fedvpt", "m": 2, "head": "linear"}, {"name": "fedvpt_deep", "m": 2},
+    {"name": "fedmaple", "m": 2}, {"name": "pfedpg", "m": 2}, {"name": "fedotp", "m": 2},
+    {"name": "pfedmoap", "m": 2, "gate_width": 8, "heads": 2}, {"name": "promptfl_amp", "m": 2},
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -242,14 +242,11 @@ DATA = "symbols:{}?topic=weather&per_class=4&test_per_class=2"
 
 
 RUN = {
-    "name": "residuals",
-    "method": {"name": "task_residual"},
-    "class_names": [symbol.name for symbol in SYMBOLS if symbol.topic == "weather"],
-    "rounds": 2,
-    "training": {"learning_rate": 0.02, "batch_size": 4},
-    "participation": {"min_clients": 2},
+    "name": "residuals", "method": {"name": "task_residual"},
+    "class_names": [symbol.name for symbol in SYMBOLS if symbol.topic == "weather"], "rounds": 2,
+    "training": {"learning_rate": 0.02, "batch_size": 4}, "participation": {"min_clients": 2},
     "clients": [{"name": "north", "data": DATA.format("painting")}, {"name": "south", "data": DATA.format("neon")}],
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -255,12 +255,8 @@ def literal_logits(backbone: Backbone, factors: Tensors, pixels: Tensor, gamma: 
 
 
 LORAS = [
-    {},
-    {"alpha": 2.0},
-    {"blocks": "last_k", "k": 1},
-    {"towers": "text"},
-    {"towers": "visual"},
-]
+    {}, {"alpha": 2.0}, {"blocks": "last_k", "k": 1}, {"towers": "text"}, {"towers": "visual"},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", LORAS)

@@ -18,7 +18,7 @@ from promptfed.shared.methods.core.spec_backbone import open_backbone
 from promptfed.shared.spec.spec import FederationSpec, merged
 from tests.support.effects import another, leaves_of, nested
 
-SMALL = "symbols:{}?topic=weather&per_class={}&test_per_class=2&only=sun,cloud,umbrella,snowman"
+SMALL = "symbols:{}?topic=weather&per_class={}&test_per_class=2"
 SITES = [
     Site("a", SMALL.format("neon", 3)),
     Site("b", SMALL.format("sketch", 1) + "&classes=base"),
@@ -41,7 +41,7 @@ BASES: dict[str, dict[str, Any]] = {
     "probe": {"method": {"name": "fedlp"}},
 }
 BESIDE = {
-    "part": "participation.", "robust": ("aggregation.", "admission."), "sample": ("training.", "privacy.", "secure"),
+    "part": "participation.", "robust": ("aggregation.", "admission."), "sample": ("training.", "privacy."),
     "client": ("aggregation.", "participation.", "privacy.", "secure"),
 }  # fmt: skip
 """The sections whose fields are tried beside those of a base; default: all."""

@@ -51,16 +51,12 @@ def test_a_client_is_told_what_it_needs_before_it_enrols(coordinator: InThread) 
         ({"backbone_fingerprint": "sha256:" + "0" * 64}, 409, "other-backbone"),
         ({"backbone_shape": {**SHAPE, "d_t": 9}}, 409, "other-backbone"),
         ({"backbone_shape": {"d_e": 8}}, 409, "other-backbone"),
-        ({"class_names": ["circle", "dog"]}, 422, "unknown-class"),
-        ({"class_names": []}, 422, "invalid-request"),
-        ({"class_names": ["circle", "circle"]}, 422, "invalid-request"),
-        ({"num_samples": 0}, 422, "no-samples"),
-        ({"name": "a b"}, 422, "invalid-request"),
-        ({"name": "<script>"}, 422, "invalid-request"),
-        ({"role": "boss"}, 422, "invalid-request"),
-        ({"weight": 3}, 422, "invalid-request"),
+        ({"class_names": ["circle", "dog"]}, 422, "unknown-class"), ({"class_names": []}, 422, "invalid-request"),
+        ({"class_names": ["circle", "circle"]}, 422, "invalid-request"), ({"num_samples": 0}, 422, "no-samples"),
+        ({"name": "a b"}, 422, "invalid-request"), ({"name": "<script>"}, 422, "invalid-request"),
+        ({"role": "boss"}, 422, "invalid-request"), ({"weight": 3}, 422, "invalid-request"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_refused(coordinator: InThread, change: dict[str, Any], status: int, expected: str) -> None:
     federation = coordinator.create(class_names=["circle", "square", "star"])
     coordinator.enrol(federation, "first")

@@ -339,19 +339,15 @@ def test_every_run_file_of_the_repository_is_read_as_the_commands_read_it(coordi
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a: [1", "the file ends within a list"),
-        ("a: 1\na: 2", "line 2: a is given twice"),
+        ("a: [1", "the file ends within a list"), ("a: 1\na: 2", "line 2: a is given twice"),
         ('{"a": 1, "a": 2}', "line 1: a is given twice"),
         ("a: &x [1]\nb: *x", "line 2: write out what the alias repeats"),
-        ("a: 2026-11-27", "write numbers, texts, lists and mappings"),
-        ("a: 2026-99-99", "put a text in quotes"),
+        ("a: 2026-11-27", "write numbers, texts, lists and mappings"), ("a: 2026-99-99", "put a text in quotes"),
         ("a: .inf", "write numbers, texts, lists and mappings"),
-        ("a: !!python/object:os.system x", "a tag is not allowed"),
-        ("- a", "this is no run file"),
-        ("", "this is no run file"),
-        ("[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("a: !!python/object:os.system x", "a tag is not allowed"), ("- a", "this is no run file"),
+        ("", "this is no run file"), ("[" * 5000 + "]" * 5000, "nested too deeply"),
     ],
-)
+)  # fmt: skip
 def test_a_text_that_is_no_run_file_is_refused(coordinator: InThread, text: str, told: str) -> None:
     assert told in coordinator.post("/v1/federations/run-file", {"text": text}, status=422)["detail"]
 

@@ -84,12 +84,8 @@ def written(secret: str) -> list[bytes]:
     """All ways to write an identifier that are searched for."""
     plain = secret.encode()
     ways = [
-        plain,
-        secret.lower().encode(),
-        secret.encode("utf-16-le"),
-        secret.encode("utf-16-be"),
-        plain.hex().encode(),
-    ]
+        plain, secret.lower().encode(), secret.encode("utf-16-le"), secret.encode("utf-16-be"), plain.hex().encode(),
+    ]  # fmt: skip
     for shift in range(3):  # where it begins within a group of three bytes
         text = base64.b64encode(bytes(shift) + plain)
         ways.append(text[-(-shift * 4 // 3) : -4])
