@@ -44,7 +44,8 @@ from benchmarks.harness import in_words, machine, medians, parser, table, write
 from promptfed.shared.clip import Backbone, BackboneError, ClassPrompts, load_backbone, shape_of
 from promptfed.shared.clip.embedded import EMBEDDED
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface import ClientContext, Method, Protection, ServerContext
+from promptfed.shared.methods.core.interface import ClientContext, Method, ServerContext
+from promptfed.shared.methods.core.objectives import Protection
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneSpec, TrainingSpec

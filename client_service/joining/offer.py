@@ -25,7 +25,7 @@ from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.methods.core.registry import INSTALL
 from promptfed.shared.methods.core.several_labels import is_for_several_labels
-from promptfed.shared.secagg.primitives import public_identity, sign
+from promptfed.shared.secagg.keys import public_identity, sign
 from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.spec import BackboneSpec, SpecError
 

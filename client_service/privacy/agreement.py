@@ -22,7 +22,7 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import FIGURES, MOST_PEERS, TEMPLATE_ECE, EnrolmentInfo, Message, Role, Task, Told
 from promptfed.shared.methods import MULTI_LABEL, TASK, make_method
 from promptfed.shared.methods.core import client_numbers
-from promptfed.shared.methods.core.checks import allowed_rounds
+from promptfed.shared.methods.core.costs import allowed_rounds
 from promptfed.shared.methods.core.interface import Method, Phase
 from promptfed.shared.methods.core.several_labels import is_for_several_labels
 from promptfed.shared.plain_text import counted, plain

@@ -20,7 +20,7 @@ from pydantic import BaseModel, TypeAdapter
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.secagg import SecureError
-from promptfed.shared.secagg.primitives import words
+from promptfed.shared.secagg.masks import words
 from promptfed.shared.tensors.torch_tensors import decode, encode
 
 SUMS = "secure-sums.safetensors"

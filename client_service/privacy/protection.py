@@ -18,8 +18,9 @@ from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import Pending, PrivateState
 from promptfed.shared.data.source import Source, Split
 from promptfed.shared.messages import EnrolledProtection, EnrolmentInfo, PrivacyEvent, SpendReport, Task
-from promptfed.shared.methods.core.checks import training_loops
-from promptfed.shared.methods.core.interface import Method, Protection
+from promptfed.shared.methods.core.costs import training_loops
+from promptfed.shared.methods.core.interface import Method
+from promptfed.shared.methods.core.objectives import Protection
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.privacy.accounting import (
     Event,

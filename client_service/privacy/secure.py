@@ -24,7 +24,8 @@ from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.earlier_sums import EarlierSum, EarlierSums, shapes_of, sketched
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import SpendReport, Task, TaskKind
-from promptfed.shared.secagg import SecureError, member, primitives
+from promptfed.shared.secagg import SecureError, member
+from promptfed.shared.secagg.keys import fingerprint, new_identity, public_identity
 from promptfed.shared.secagg.member import Secrets
 from promptfed.shared.secagg.messages import (
     ConfirmJob,
@@ -37,7 +38,7 @@ from promptfed.shared.secagg.messages import (
     alive_digest,
     read_roster,
 )
-from promptfed.shared.secagg.primitives import blurred, encoded, flat_change
+from promptfed.shared.secagg.vectors import blurred, encoded, flat_change
 from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.sections import Weighting
@@ -144,7 +145,7 @@ def identity_of(state: PrivateState) -> bytes:
     """
     known = state.read_note(KEY)
     if known is None:
-        known = primitives.new_identity().hex()
+        known = new_identity().hex()
         state.write_note(KEY, known)
     try:
         return bytes.fromhex(known)
@@ -166,7 +167,7 @@ def own_fingerprint(folder: Path) -> str:
             private = identity_of(state)
         finally:
             state.close()
-    return primitives.fingerprint(primitives.public_identity(private))
+    return fingerprint(public_identity(private))
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class Met:
 def meet(state: PrivateState, others: Iterable[str], round: int, listed: frozenset[str]) -> Met:
     """Note the identity keys (hex) of a sum's ``others``, each with the first round in which it was met."""
     known = state.read_as(PEERS, dict[str, int]) or {}
-    here = sorted(primitives.fingerprint(bytes.fromhex(key)) for key in others)
+    here = sorted(fingerprint(bytes.fromhex(key)) for key in others)
     new = [peer for peer in here if peer not in known]
     if new:
         state.write_as(PEERS, known | dict.fromkeys(new, round))

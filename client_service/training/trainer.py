@@ -42,15 +42,8 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig, UpdateMetadata
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface import (
-    ClientContext,
-    ClientInfo,
-    Method,
-    MethodError,
-    Phase,
-    Protection,
-    TrainResult,
-)
+from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, Method, MethodError, Phase, TrainResult
+from promptfed.shared.methods.core.objectives import Protection
 from promptfed.shared.metrics import Record
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 from promptfed.shared.seeds import derive_seed

@@ -20,6 +20,7 @@ from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.shared import seeds
+from promptfed.shared.methods.core.array_library import computed
 from promptfed.shared.methods.core.interface import (
     ClientUpdate,
     Method,
@@ -27,7 +28,6 @@ from promptfed.shared.methods.core.interface import (
     NeedsBackbone,
     Phase,
     ServerContext,
-    computed,
     has_own,
 )
 from promptfed.shared.tensors import (

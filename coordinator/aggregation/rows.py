@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from promptfed.shared.methods.core.checks import LARGE
 from promptfed.shared.methods.core.interface import ClientUpdate
-from promptfed.shared.tensors import Arrays, Room, Shape, chunks, size_of, sum_of_squares
+from promptfed.shared.tensors import LARGE, Arrays, Room, Shape, chunks, size_of, sum_of_squares
 from promptfed.shared.tensors.arrays import double, in_namespace, namespace, single
 
 BLOCK = 1 << 21  # numbers of a block: 16 MB in float64

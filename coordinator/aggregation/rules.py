@@ -14,10 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from promptfed.coordinator.aggregation.rows import Combined, Rows, Values, squared_distances
-from promptfed.shared.methods.core.checks import LARGE
 from promptfed.shared.methods.core.interface import ClientUpdate, Combine, Method
 from promptfed.shared.spec.sections import AggregationSpec, ServerOptimizerSpec, capped
-from promptfed.shared.tensors import SERVER, Arrays, Room, TensorSpec, chunks, size_of
+from promptfed.shared.tensors import LARGE, SERVER, Arrays, Room, TensorSpec, chunks, size_of
 from promptfed.shared.tensors.arrays import argsort, double, in_namespace, namespace, single, take_along
 
 ROUNDING = 1e-9  # of sums of weights, and of a share times a number

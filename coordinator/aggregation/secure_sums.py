@@ -29,6 +29,7 @@ from promptfed.shared.messages import TaskKind
 from promptfed.shared.methods.core.interface import ClientUpdate, Phase
 from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.secagg import opening
+from promptfed.shared.secagg.masks import Words
 from promptfed.shared.secagg.messages import (
     ConfirmAnswer,
     ConfirmJob,
@@ -38,7 +39,7 @@ from promptfed.shared.secagg.messages import (
     UnmaskAnswer,
     make_roster,
 )
-from promptfed.shared.secagg.primitives import Whole, Words, signed_sum
+from promptfed.shared.secagg.vectors import Whole, signed_sum
 from promptfed.shared.spec.sections import Weighting
 from promptfed.shared.tensors import Array, Arrays, Shape, decode
 

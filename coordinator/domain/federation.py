@@ -12,7 +12,7 @@ from promptfed.coordinator.domain.round_machine import steps_of
 from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
 from promptfed.shared.messages import Domain, EnrolledProtection, Peer, Role, TaskKind
 from promptfed.shared.methods import method_for
-from promptfed.shared.methods.core.checks import least_updates, update_limit
+from promptfed.shared.methods.core.costs import update_limit
 from promptfed.shared.methods.core.interface import (
     ClientInfo,
     Hyperparameters,
@@ -21,6 +21,7 @@ from promptfed.shared.methods.core.interface import (
     Phase,
     ServerContext,
 )
+from promptfed.shared.methods.core.refusals import least_updates
 from promptfed.shared.plain_text import quoted, shortened
 from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError

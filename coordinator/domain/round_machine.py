@@ -14,7 +14,6 @@ from promptfed.coordinator.domain import run_state
 from promptfed.coordinator.domain.run_state import (
     BUDGET_SPENT,
     DAMAGED,
-    MOST_CLIENTS,
     QUORUM_MISSED,
     AskStatus,
     Member,
@@ -25,6 +24,7 @@ from promptfed.coordinator.domain.run_state import (
     Stage,
 )
 from promptfed.shared.messages import ENDED, FederationState, TaskKind
+from promptfed.shared.secagg import MOST_CLIENTS
 from promptfed.shared.seeds import sampling_order
 from promptfed.shared.spec.section import ceil_fraction
 from promptfed.shared.spec.sections import SecureAggregationSpec

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from promptfed.shared.messages import FederationState, Role, TaskKind
+from promptfed.shared.secagg import MOST_CLIENTS
 from promptfed.shared.spec.sections import FINAL, SecureAggregationSpec, sample_size
 
 AskStatus = Literal["open", "answered", "failed", "withdrawn", "discarded", "expired", "cancelled"]
@@ -16,7 +17,6 @@ BUDGET_SPENT = "privacy_budget"
 DAMAGED = "damaged: "
 """Prefix of the reason of a federation that waits until damaged bytes are put back."""
 EVALUATION = "evaluation"
-MOST_CLIENTS = 1024  # of a secure sum, which is exact up to so many
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,9 @@ from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import Held
 from promptfed.coordinator.store.stored_tensors import Stored, put_tensors, room
 from promptfed.coordinator.store.tables import PhaseRow, StateRow, SumRow, TaskRow, UpdateRow
-from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes, needed_bytes
+from promptfed.shared.methods.core.costs import needed_bytes
 from promptfed.shared.methods.core.interface import Measured, MethodError, NeedsBackbone, Phase, ServerContext, has_own
+from promptfed.shared.methods.core.refusals import check_clients, check_hopeless, check_sizes
 from promptfed.shared.plain_text import counted
 from promptfed.shared.secagg import SecureError
 from promptfed.shared.service.fault_points import point

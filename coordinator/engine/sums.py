@@ -22,12 +22,12 @@ from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, StateRow, SumRow, TaskRow
 from promptfed.shared.messages import FailureRequest
-from promptfed.shared.methods.core.checks import change_limit, costs
+from promptfed.shared.methods.core.costs import change_limit, costs
 from promptfed.shared.methods.core.interface import ClientUpdate, Phase, ServerContext
 from promptfed.shared.plain_text import counted
 from promptfed.shared.secagg import SecureError, opening
 from promptfed.shared.secagg.messages import KeysAnswer, expect_keys
-from promptfed.shared.secagg.primitives import Whole, as_tensors, mean_change
+from promptfed.shared.secagg.vectors import Whole, as_tensors, mean_change
 from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.sections import Weighting
 from promptfed.shared.tensors import Arrays

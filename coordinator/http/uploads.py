@@ -16,8 +16,8 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import DigestMismatch, DigestMissing, IncompleteBody, TooManyUploads, UploadTimeout
 from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.upload import Upload
-from promptfed.shared.methods.core.checks import BYTES_PER_SECOND
 from promptfed.shared.service import digests
+from promptfed.shared.tensors import BYTES_PER_SECOND
 
 CHUNK = 1 << 20
 DRAINED = 8 << 20  # how much more than its limit a body may have before we stop listening to it

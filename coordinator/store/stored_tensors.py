@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from promptfed.coordinator.store.blobs import PREFIX, Blobs, Held
-from promptfed.shared.methods.core.checks import LARGE
-from promptfed.shared.tensors import Array, Arrays, Room, Shape, encode, encode_file, size_of
+from promptfed.shared.tensors import LARGE, Array, Arrays, Room, Shape, encode, encode_file, size_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from promptfed.shared.methods.core.checks import (
+from promptfed.shared.methods.core.costs import with_noise
+from promptfed.shared.methods.core.default_backbone import default_backbone, refusal_of, suitable
+from promptfed.shared.methods.core.interface import Method, MethodError, ServerContext
+from promptfed.shared.methods.core.refusals import (
     check_compression,
     check_privacy,
     check_rounds,
@@ -21,10 +24,7 @@ from promptfed.shared.methods.core.checks import (
     check_secure,
     check_selection,
     check_training,
-    with_noise,
 )
-from promptfed.shared.methods.core.default_backbone import default_backbone, refusal_of, suitable
-from promptfed.shared.methods.core.interface import Method, MethodError, ServerContext
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description, swept_rate
 from promptfed.shared.methods.core.several_labels import for_several_labels
 from promptfed.shared.spec.section import RELEASE

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.interface import spoken
+from promptfed.shared.methods.core.text_features import spoken
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec

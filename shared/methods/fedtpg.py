@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.interface import name_features
+from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.lazy import F, Tensor, torch

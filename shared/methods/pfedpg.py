@@ -16,9 +16,9 @@ from typing import Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
+from promptfed.shared.methods.core.array_library import needs_torch
 from promptfed.shared.methods.core.client_rows import row_of
 from promptfed.shared.methods.core.heads import HeadRate, LinearHead, head_width
-from promptfed.shared.methods.core.interface import needs_torch
 from promptfed.shared.methods.core.visual import ImageClassifier, PromptedHead, Towers, VisualHyper, vpt_bound
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec

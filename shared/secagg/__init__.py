@@ -6,6 +6,8 @@ encryption and signatures come from ``cryptography``. Every secret comes from th
 statistical generator is imported here.
 """
 
+MOST_CLIENTS = 1024  # of a sum, which is exact up to so many
+
 
 class SecureError(ValueError):
     """A received message cannot be used. ``kind`` is the failure type that the coordinator receives."""

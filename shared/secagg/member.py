@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from promptfed.shared.secagg import SecureError, primitives
+from promptfed.shared.secagg import SecureError
+from promptfed.shared.secagg.keys import (
+    agree,
+    derive,
+    fingerprint,
+    is_signed,
+    new_pair,
+    public_identity,
+    public_of,
+    sign,
+)
+from promptfed.shared.secagg.masks import Words, masked
 from promptfed.shared.secagg.messages import (
     LEAST_CLIENTS,
     ConfirmAnswer,
@@ -25,20 +36,7 @@ from promptfed.shared.secagg.messages import (
     alive_digest,
     effective_clients,
 )
-from promptfed.shared.secagg.primitives import (
-    Pair,
-    agree,
-    commitment,
-    derive,
-    expect_share,
-    fingerprint,
-    is_signed,
-    new_pair,
-    public_identity,
-    public_of,
-    seed_digest,
-    sign,
-)
+from promptfed.shared.secagg.shares import SHARE_BYTES, Pair, commitment, expect_share, seed_digest, split
 
 NONCE = bytes(12)  # each key encrypts only one box
 
@@ -103,8 +101,8 @@ def _listed(roster: Roster, places: set[int], limits: Limits) -> int:
 def share_secrets(own: Secrets, roster: Roster, place: int) -> tuple[SharesAnswer, Pair]:
     """Step 1: encrypted shares of the seed and the mask key for each other client, and the client's own two shares."""
     at = [holder + 1 for holder in roster.entries]
-    seeds = primitives.split(own.seed, roster.threshold, at)
-    keys = primitives.split(own.mask_key, roster.threshold, at)
+    seeds = split(own.seed, roster.threshold, at)
+    keys = split(own.mask_key, roster.threshold, at)
     pairs = {to: (seeds[to + 1], keys[to + 1]) for to in roster.entries}
     answer = SharesAnswer(
         roster_sha256=roster.sha256.hex(),
@@ -148,9 +146,9 @@ def _open(own: Secrets, roster: Roster, sender: int, recipient: int, box: bytes,
     except (InvalidTag, ValueError):
         content = b""
     who = f"ed25519:{roster.entries[sender].identity_key}"
-    if len(content) != 2 * primitives.SHARE_BYTES:
+    if len(content) != 2 * SHARE_BYTES:
         raise SecureError("bad-shares", f"the shares of {who} are not what it encrypted to this client")
-    pair = content[: primitives.SHARE_BYTES], content[primitives.SHARE_BYTES :]
+    pair = content[:SHARE_BYTES], content[SHARE_BYTES:]
     try:
         for kind, share in enumerate(pair):
             expect_share(roster.sha256, sender, recipient, kind, share, committed)
@@ -159,13 +157,11 @@ def _open(own: Secrets, roster: Roster, sender: int, recipient: int, box: bytes,
     return pair
 
 
-def mask_vector(
-    own: Secrets, roster: Roster, place: int, sharing: Sequence[int], vector: primitives.Words
-) -> primitives.Words:
+def mask_vector(own: Secrets, roster: Roster, place: int, sharing: Sequence[int], vector: Words) -> Words:
     """Step 2, sending: ``vector`` plus the self mask and the pair masks with all others that have shared."""
     peers = [other for other in roster.others(place) if other in set(sharing)]
     keys = [bytes.fromhex(roster.entries[other].mask_key) for other in peers]
-    return primitives.masked(vector, own.seed, own.mask_key, keys, roster.sha256)
+    return masked(vector, own.seed, own.mask_key, keys, roster.sha256)
 
 
 def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits) -> set[int]:

@@ -11,8 +11,8 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.secagg import SecureError
-from promptfed.shared.secagg.primitives import MOST_CLIENTS, expect_exchange_key, is_identity, is_signed
+from promptfed.shared.secagg import MOST_CLIENTS, SecureError
+from promptfed.shared.secagg.keys import expect_exchange_key, is_identity, is_signed
 from promptfed.shared.spec.section import ceil_fraction, left_out
 from promptfed.shared.spec.sections import WHOLE_WEIGHT, SecureAggregationSpec, Weighting, whole_weights
 
@@ -117,7 +117,7 @@ class SharesAnswer(SecureMessage):
     """The answer of step 1: one encrypted pair of shares for each other client, in order of place.
 
     ``commitments`` to the pair of each holder, including the client itself, in order of place. ``seed_sha256``: the
-    commitment to the seed that the shares open (`promptfed.shared.secagg.primitives`).
+    commitment to the seed that the shares open (`promptfed.shared.secagg.vectors`).
     """
 
     roster_sha256: Hex32

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import combinations, islice
 
-from promptfed.shared.secagg import SecureError, primitives
+from promptfed.shared.secagg import SecureError
+from promptfed.shared.secagg.keys import is_signed, public_of
+from promptfed.shared.secagg.masks import Words, pair_mask, self_mask
 from promptfed.shared.secagg.member import confirmed, expect_roster, expect_set
 from promptfed.shared.secagg.messages import (
     LEAST_CLIENTS,
@@ -20,7 +22,7 @@ from promptfed.shared.secagg.messages import (
     UnmaskJob,
     alive_digest,
 )
-from promptfed.shared.secagg.primitives import COMMITMENT_BYTES, expect_share, is_signed, public_of, seed_digest
+from promptfed.shared.secagg.shares import COMMITMENT_BYTES, SHARE_BYTES, combine, expect_share, factors, seed_digest
 from promptfed.shared.spec.sections import SecureAggregationSpec, Weighting, whole_weights
 
 MOST_SUBSETS = 100  # subsets of the shares of one secret that are tried if their owner dealt false ones
@@ -74,8 +76,8 @@ def check_shares(roster: Roster, place: int, answer: SharesAnswer) -> None:
     wanted = len(roster.others(place))
     if answer.roster_sha256 != roster.sha256.hex():
         raise SecureError("wrong-roster", "the shares are for another roster")
-    if len(answer.boxes) != wanted or any(len(box) != 2 * primitives.SHARE_BYTES + 16 for box in answer.boxes):
-        raise SecureError("bad-exchange", f"{wanted} boxes of {2 * primitives.SHARE_BYTES + 16} bytes are expected")
+    if len(answer.boxes) != wanted or any(len(box) != 2 * SHARE_BYTES + 16 for box in answer.boxes):
+        raise SecureError("bad-exchange", f"{wanted} boxes of {2 * SHARE_BYTES + 16} bytes are expected")
     if len(answer.commitments) != wanted + 1 or any(len(own) != COMMITMENT_BYTES for own in answer.commitments):
         raise SecureError("bad-exchange", f"{wanted + 1} commitments of {COMMITMENT_BYTES} bytes are expected")
 
@@ -128,10 +130,10 @@ def check_reveal(
 def open_sum(
     roster: Roster,
     confirm: ConfirmJob,
-    vectors: Iterable[primitives.Words],
+    vectors: Iterable[Words],
     reveals: Mapping[int, UnmaskAnswer],
     shares: Mapping[int, SharesAnswer],
-) -> primitives.Words:
+) -> Words:
     """Σ x modulo 2⁶⁴ of the counted clients: their masked ``vectors`` minus the masks that do not cancel.
 
     ``reveals`` have passed `check_reveal`. If they do not open a secret, its owner dealt false shares.
@@ -139,7 +141,7 @@ def open_sum(
     Raises:
         SecureError: ``bad-shares`` if a secret cannot be opened or does not match its commitment.
     """
-    total: primitives.Words | None = None
+    total: Words | None = None
     for vector in vectors:
         total = vector.copy() if total is None else total + vector
     if total is None:
@@ -148,7 +150,7 @@ def open_sum(
     seeds = _by_owner((place, answer.seeds) for place, answer in reveals.items())
     for owner in confirm.alive:
         seed = opener.secret(owner, seeds.get(owner, {}), opener.seed_digest, shares[owner].seed_sha256)
-        total -= primitives.self_mask(seed, roster.sha256, len(total))
+        total -= self_mask(seed, roster.sha256, len(total))
     keys = _by_owner((place, answer.keys) for place, answer in reveals.items())
     alive = set(confirm.alive)
     for owner in confirm.dropped:
@@ -157,7 +159,7 @@ def open_sum(
             if peer in alive:
                 # The peer added the negative of the owner's mask.
                 other = bytes.fromhex(roster.entries[peer].mask_key)
-                total += primitives.pair_mask(key, other, roster.sha256, len(total))
+                total += pair_mask(key, other, roster.sha256, len(total))
     return total
 
 
@@ -196,9 +198,9 @@ class _Opener:
             raise SecureError("bad-shares", text)
         for at in islice(combinations(sorted(shares), self._threshold), MOST_SUBSETS):
             if at not in self._factors:
-                self._factors[at] = primitives.factors(at)
+                self._factors[at] = factors(at)
             try:
-                secret = primitives.combine({place: shares[place] for place in at}, self._factors[at])
+                secret = combine({place: shares[place] for place in at}, self._factors[at])
             except SecureError:
                 continue
             if digest(secret) == announced:

@@ -32,6 +32,8 @@ Arrays = dict[str, Array]
 Tensors = dict[str, "Tensor"]
 Shape = tuple[int, ...]
 
+BYTES_PER_SECOND = 1 << 20  # the slowest line that is reckoned with
+LARGE = 16 << 20  # bytes from which tensors are worked on in files
 METADATA_KEY = "promptfed"
 MAX_HEADER_BYTES = 1_000_000
 CHUNK = 1 << 14  # entries that are worked on together: what is made of them in float64 fits a processor's cache

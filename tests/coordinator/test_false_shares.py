@@ -13,8 +13,8 @@ import torch
 
 from promptfed.client_service.privacy.secure import identity_of
 from promptfed.shared.messages import Task
+from promptfed.shared.secagg.keys import fingerprint, is_identity, new_identity, public_identity, sign
 from promptfed.shared.secagg.messages import KeysAnswer, Limits, SharesAnswer, UnmaskAnswer, too_heavy
-from promptfed.shared.secagg.primitives import fingerprint, is_identity, new_identity, public_identity, sign
 from promptfed.shared.spec.sections import Weighting
 from tests.coordinator.test_secure_sums import Leap, drive, expected, federation_of, step
 from tests.support.coordinators import InThread

@@ -18,7 +18,8 @@ from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.secure import SecureWork
 from promptfed.shared.messages import PrivacyEvent, SpendReport, Task
 from promptfed.shared.privacy.accounting import COARSE, epsilon_of, training_event
-from promptfed.shared.secagg import member, primitives
+from promptfed.shared.secagg import member
+from promptfed.shared.secagg.vectors import as_tensors, encoded, mean_change
 from promptfed.shared.spec.sections import WHOLE_WEIGHT, Weighting, whole_weights
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import arrays_of, decode, encode, tensors_of
@@ -106,9 +107,9 @@ def expected(before: Tensors, names: list[str], weights: Mapping[str, float]) ->
     for name in names:
         update = trained(before, name, ROUND_1)
         total = total + encode_change(arrays_of(update), arrays_of(before), weights[name])
-    mean = primitives.mean_change(total, sum(weights[name] for name in names))
+    mean = mean_change(total, sum(weights[name] for name in names))
     shapes = {name: tuple(tensor.shape) for name, tensor in before.items()}
-    return tensors_of(primitives.as_tensors(mean, arrays_of(before), shapes))
+    return tensors_of(as_tensors(mean, arrays_of(before), shapes))
 
 
 @pytest.mark.parametrize("kind", ["train", "share", "mask", "confirm", "unmask"])
@@ -194,7 +195,7 @@ def test_nothing_that_the_coordinator_has_holds_a_part_of_an_update(
     found = False
     for name, change in changes.items():
         update = trained(prompts(coordinator, federation, 0), name, ROUND_1)
-        tensors = [change, primitives.encoded(change), *(tensor.numpy() for tensor in update.values())]
+        tensors = [change, encoded(change), *(tensor.numpy() for tensor in update.values())]
         clear = [one.tobytes() for one in tensors]
         found = found or any(window in there for content in clear for window in windows(content))
     assert found is mutant

@@ -31,7 +31,7 @@ def late(source: str) -> list[str]:
     return found
 
 
-def test_a_module_has_its_constants_above_its_definitions():
+def test_a_module_has_its_constants_above_its_definitions() -> None:
     modules = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     assert len(modules) > 200
     assert {str(path): found for path in sorted(modules) if (found := late(path.read_text()))} == {}
@@ -46,5 +46,5 @@ def test_a_module_has_its_constants_above_its_definitions():
         ("def c(): ...\nB = c()\nD = [B]", []),
     ],
 )
-def test_what_needs_a_definition_may_stand_below_it(source, names):
+def test_what_needs_a_definition_may_stand_below_it(source: str, names: list[str]) -> None:
     assert late(source) == names

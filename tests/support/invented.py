@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from promptfed.client_service.privacy.secure import identity_of
-from promptfed.shared.secagg import member, opening, primitives
+from promptfed.shared.secagg import member, opening
+from promptfed.shared.secagg.keys import fingerprint, new_identity, public_identity, sign
+from promptfed.shared.secagg.masks import Words, pair_mask, self_mask
 from promptfed.shared.secagg.member import Secrets
 from promptfed.shared.secagg.messages import ConfirmAnswer, ConfirmJob, Limits, UnmaskAnswer
-from promptfed.shared.secagg.primitives import Pair, Whole, Words
+from promptfed.shared.secagg.shares import Pair, combine
+from promptfed.shared.secagg.vectors import Whole
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.support.malicious import World
 from tests.support.secure_sums import encode_change
@@ -29,13 +32,11 @@ class Invented:
     def __init__(self, world: World, honest: int, count: int, verified: int, unverified: int = 0):
         self.world = World(world.folder / "honest", count=honest)
         works = self.world.works
-        listed = frozenset(
-            primitives.fingerprint(primitives.public_identity(identity_of(work._state))) for work in works
-        )
+        listed = frozenset(fingerprint(public_identity(identity_of(work._state))) for work in works)
         for work in works:
             work._limits = Limits(peers=listed, verified=verified, unverified=unverified)
         self.invented = range(honest, honest + count)
-        self.secrets = {one: Secrets.fresh(primitives.new_identity()) for one in self.invented}
+        self.secrets = {one: Secrets.fresh(new_identity()) for one in self.invented}
         self.held: dict[int, dict[int, Pair]] = {}
 
     def mask(self) -> Words:
@@ -66,9 +67,7 @@ class Invented:
             return world.confirm(client, job)
         place = world.place[client]
         digest = opening.alive_digest([world.roster.hashes[one] for one in job.alive])
-        signature = primitives.sign(
-            self.secrets[client].identity, "confirm", member.confirmed(world.roster, place, digest)
-        ).hex()
+        signature = sign(self.secrets[client].identity, "confirm", member.confirmed(world.roster, place, digest)).hex()
         return ConfirmAnswer(alive_sha256=digest, signature=signature)
 
     def revealed(self, clients: Sequence[int], job: ConfirmJob) -> list[UnmaskAnswer]:
@@ -82,11 +81,11 @@ class Invented:
         """Take all masks off client 0's vector, and compare what is left with its change."""
         roster, place = self.world.roster, self.world.place[0]
         needed = roster.threshold
-        seed, mask_key = (primitives.combine(dict(list(shares.items())[:needed])) for shares in (seeds, mask_keys))
-        vector = masked - primitives.self_mask(seed, roster.sha256, len(masked))
+        seed, mask_key = (combine(dict(list(shares.items())[:needed])) for shares in (seeds, mask_keys))
+        vector = masked - self_mask(seed, roster.sha256, len(masked))
         for other in roster.others(place):
             peer = bytes.fromhex(roster.entries[other].mask_key)
-            vector -= primitives.pair_mask(mask_key, peer, roster.sha256, len(masked))
+            vector -= pair_mask(mask_key, peer, roster.sha256, len(masked))
         assert np.array_equal(vector.view(np.int64), change_of(0, len(vector)))
 
     def own_shares(self, kind: int) -> dict[int, bytes]:

@@ -19,7 +19,8 @@ from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.secure import SecureWork, Trained, identity_of
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import PayloadRef, SecurePart, Task, TaskConfig
-from promptfed.shared.secagg import member, messages, opening, primitives
+from promptfed.shared.secagg import member, messages, opening
+from promptfed.shared.secagg.keys import fingerprint, new_identity, new_pair, public_identity, public_of, sign
 from promptfed.shared.secagg.messages import (
     ConfirmAnswer,
     ConfirmJob,
@@ -184,11 +185,9 @@ def forged_signatures(world: World) -> None:
     world.mask()
     job = world.listed(4)
     world.confirm(0, job)
-    own = primitives.new_identity()
+    own = new_identity()
     digest = opening.alive_digest([world.roster.hashes[one] for one in job.alive])
-    forged = [
-        (one, primitives.sign(own, "confirm", member.confirmed(world.roster, one, digest)).hex()) for one in job.alive
-    ]
+    forged = [(one, sign(own, "confirm", member.confirmed(world.roster, one, digest)).hex()) for one in job.alive]
     world.ask("unmask", 0, UnmaskJob(signatures=forged))
 
 
@@ -287,7 +286,7 @@ def another_payload(world: World) -> None:
 def swapped_keys(world: World) -> None:
     """The coordinator puts a mask key of its own into another client's entry."""
     world.entries = {k: world.keys(k) for k in range(world.count)}
-    entry = world.entries[1].entry.model_copy(update={"mask_key": primitives.public_of(primitives.new_pair()).hex()})
+    entry = world.entries[1].entry.model_copy(update={"mask_key": public_of(new_pair()).hex()})
     world.entries[1] = KeysAnswer(entry=entry, signature=world.entries[1].signature)
     world.gather()
     world.ask("share", 0, world.roster.message(world.signed))
@@ -296,10 +295,10 @@ def swapped_keys(world: World) -> None:
 def one_identity_twice(world: World) -> None:
     """One colluder stands in the roster under two entries, both signed by it."""
     world.entries = {k: world.keys(k) for k in range(world.count)}
-    colluder = member.Secrets.fresh(primitives.new_identity())
+    colluder = member.Secrets.fresh(new_identity())
     about = {name: value for name, value in world.entries[1].entry.model_dump().items() if not name.endswith("_key")}
     for k in (1, 2):
-        other = member.Secrets(colluder.identity, primitives.new_pair(), primitives.new_pair(), colluder.seed)
+        other = member.Secrets(colluder.identity, new_pair(), new_pair(), colluder.seed)
         world.entries[k] = member.signed_entry(other, about)
     world.gather()
     world.ask("share", 0, world.roster.message(world.signed))
@@ -372,7 +371,7 @@ def light_weights(world: World) -> None:
 def strangers(world: World) -> None:
     """A sum that leaves out a member whom the owner knows, though its policy wants four of these."""
     world = World(world.folder / "six", count=6)
-    known = [primitives.fingerprint(primitives.public_identity(identity_of(work._state))) for work in world.works[:5]]
+    known = [fingerprint(public_identity(identity_of(work._state))) for work in world.works[:5]]
     world.works[0]._limits = Limits(peers=frozenset(known), verified=4, unverified=1)
     world.begin()
     world.share()

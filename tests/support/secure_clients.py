@@ -12,7 +12,7 @@ from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.secure import SecureWork, Trained, identity_of
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import EnrolRequest, SpendReport, Task
-from promptfed.shared.secagg.primitives import public_identity, sign
+from promptfed.shared.secagg.keys import public_identity, sign
 from promptfed.shared.tensors.torch_tensors import decode
 from promptfed.testing.clients import ScriptedClient, content_digest, enrolment, trained
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from promptfed.shared.secagg import member, messages, opening, primitives
+from promptfed.shared.secagg import member, messages, opening
+from promptfed.shared.secagg.keys import new_identity
+from promptfed.shared.secagg.masks import Words
 from promptfed.shared.secagg.messages import KeysAnswer, MaskJob, RosterMessage, SharesAnswer, UnmaskAnswer
-from promptfed.shared.secagg.primitives import LARGEST_CHANGE, Whole, Words, blurred, encoded, flat_change
+from promptfed.shared.secagg.vectors import LARGEST_CHANGE, Whole, blurred, encoded, flat_change
 from promptfed.shared.spec.sections import SecureAggregationSpec, Weighting
 from promptfed.shared.tensors import Array
 
@@ -42,7 +44,7 @@ class Member:
     received: int = 0
 
     def __post_init__(self) -> None:
-        self.secrets = member.Secrets.fresh(primitives.new_identity())
+        self.secrets = member.Secrets.fresh(new_identity())
         self.entry = member.signed_entry(self.secrets, {**self.about, "samples": self.samples})
 
     def _out(self, text: str) -> str:

@@ -26,10 +26,10 @@ from promptfed.coordinator.store.tables import ClientRow, EventRow, TokenRow
 from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.messages import ENDED, MOST_PEERS, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import METHODS, check_fits
-from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes
 from promptfed.shared.methods.core.interface import MethodError, ServerContext, check_admission
+from promptfed.shared.methods.core.refusals import check_clients, check_hopeless, check_sizes
 from promptfed.shared.plain_text import beside_known, shortened
-from promptfed.shared.secagg.primitives import is_identity, is_signed
+from promptfed.shared.secagg.keys import is_identity, is_signed
 from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.spec import BackboneShape
 

@@ -32,9 +32,11 @@ from promptfed.shared.api.api_schemas import TokenRequest
 from promptfed.shared.canonical import canonical_json, parse_json
 from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.methods import check_fits, make_method, resolve_spec, with_default_backbone
-from promptfed.shared.methods.core.checks import allowed_rounds, check_hopeless, check_sizes, check_texts
+from promptfed.shared.methods.core.array_library import needs_torch_always
+from promptfed.shared.methods.core.costs import allowed_rounds
 from promptfed.shared.methods.core.default_backbone import data_in
-from promptfed.shared.methods.core.interface import MethodError, needs_torch_always
+from promptfed.shared.methods.core.interface import MethodError
+from promptfed.shared.methods.core.refusals import check_hopeless, check_sizes, check_texts
 from promptfed.shared.plain_text import plain
 from promptfed.shared.privacy.noise import Noise
 from promptfed.shared.service.fault_points import point

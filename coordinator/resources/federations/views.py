@@ -41,7 +41,7 @@ from promptfed.shared.api.api_schemas import (
 )
 from promptfed.shared.api.report_schemas import SpentPrivacy
 from promptfed.shared.messages import ENDED, PrivacyEvent, SpendReport
-from promptfed.shared.methods.core.checks import costs, drowned, noised_phases
+from promptfed.shared.methods.core.costs import costs, drowned, noised_phases
 from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.privacy.accounting import Drowned
 

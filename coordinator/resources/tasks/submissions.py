@@ -43,7 +43,7 @@ from promptfed.shared.api.report_schemas import SpentPrivacy
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import ENDED, EvaluationRequest, FailureRequest, SpendReport, TaskConfig, UpdateMetadata
 from promptfed.shared.methods.core import client_numbers
-from promptfed.shared.methods.core.checks import LARGE, change_limit
+from promptfed.shared.methods.core.costs import change_limit
 from promptfed.shared.plain_text import plain
 from promptfed.shared.privacy.accounting import (
     COARSE,
@@ -54,6 +54,7 @@ from promptfed.shared.privacy.accounting import (
     training_event,
 )
 from promptfed.shared.secagg import SecureError, opening
+from promptfed.shared.secagg.masks import looks_unmasked
 from promptfed.shared.secagg.messages import (
     LEAST_EFFECTIVE,
     ConfirmAnswer,
@@ -64,11 +65,11 @@ from promptfed.shared.secagg.messages import (
     is_entry_signed,
     too_heavy,
 )
-from promptfed.shared.secagg.primitives import looks_unmasked
 from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.sections import Weighting
 from promptfed.shared.tensors import (
     DTYPES,
+    LARGE,
     Arrays,
     TensorError,
     check,

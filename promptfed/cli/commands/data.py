@@ -130,7 +130,7 @@ def _named(source: Source, split: Split) -> dict[str, tuple[int, int]]:
     from promptfed.shared.clip import BackboneError, load_backbone
     from promptfed.shared.clip.embedded import EMBEDDED
     from promptfed.shared.data.folder import spread
-    from promptfed.shared.methods.core.interface import template_features
+    from promptfed.shared.methods.core.text_features import template_features
 
     found: dict[str, tuple[int, int]] = {}
     rows = spread(split.labels, NAMED) if split.labels.ndim == 1 else []

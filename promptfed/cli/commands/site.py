@@ -262,7 +262,7 @@ def plan(
 
 def _plans(path: Path, samples: str, clients: int, ledger: Any, written: Set[str]) -> list[dict[str, float]]:
     from promptfed.shared.methods import method_for, resolve_spec
-    from promptfed.shared.methods.core.checks import training_loops
+    from promptfed.shared.methods.core.costs import training_loops
 
     spec = resolve_spec(read_federation(path))
     if spec.privacy.protects_clients:
@@ -281,7 +281,7 @@ def _plans(path: Path, samples: str, clients: int, ledger: Any, written: Set[str
 
 def _planned_for_clients(spec: Any, clients: int) -> dict[str, float]:
     from promptfed.shared.methods import method_for
-    from promptfed.shared.methods.core.checks import allowed_rounds, costs, expected_clients, noised_phases
+    from promptfed.shared.methods.core.costs import allowed_rounds, costs, expected_clients, noised_phases
 
     method = method_for(spec)
     rounds = allowed_rounds(method, spec) or spec.rounds

@@ -12,12 +12,12 @@ from promptfed.shared.methods.core.interface import (
     Method,
     MethodError,
     NeedsBackbone,
-    Objective,
     ServerContext,
     Split,
     option,
-    spoken,
 )
+from promptfed.shared.methods.core.objectives import Objective
+from promptfed.shared.methods.core.text_features import spoken
 from promptfed.shared.methods.core.training import ClassificationLoss, leaf, train
 from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import FederationSpec

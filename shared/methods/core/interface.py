@@ -1,22 +1,20 @@
-"""What a method implements, its optional protocols, and the interfaces of images and classifiers."""
+"""What a method implements, and what its two halves are given: images, classifiers, clients and contexts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared import seeds
 from promptfed.shared.errors import BadInput
 from promptfed.shared.messages import Domain
-from promptfed.shared.plain_text import quoted, seen
-from promptfed.shared.privacy.accounting import Event, training_event
-from promptfed.shared.privacy.noise import NoiseStream
+from promptfed.shared.methods.core.objectives import LabelLoss, Protection
+from promptfed.shared.methods.core.text_features import same_in_a_text, template_features
+from promptfed.shared.plain_text import quoted
 from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -27,13 +25,8 @@ if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone
 
 SHARE = "domain_share:"  # before a domain's name: its mean share of a client's test images
-STEP = 4.0  # 1/L: the second derivative of a mean binary cross-entropy in its bias is at most 1/4
-BARE = "{}"  # the template of a class name by itself
 
-# The number of threads is part of the key: bits of a feature may depend on it, and states must not.
-_Key = tuple[str, tuple[str, ...], "torch.device", int]
 
-_kept: WeakKeyDictionary[Backbone, dict[_Key, Tensor]] = WeakKeyDictionary()
 LabelSpace = Annotated[
     Literal["federation", "client"],
     Field(
@@ -44,9 +37,6 @@ LabelSpace = Annotated[
 
 STEPS = ("batch_size", "optimizer", "learning_rate", "momentum", "weight_decay", "schedule")
 """Fields of the spec's training that say how gradient steps over batches are taken."""
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-OF_THE_METHOD = "of the method"  # ``server`` of a class that only adds to another: the other decides
 
 
 class Split(Protocol):
@@ -105,88 +95,6 @@ class Mixes(Protocol):
         """``(B, k)`` shares of the domains in ``domain_names``, which sum to 1, of the images at ``indices (B,)``."""
 
 
-class LabelBias:
-    """b = s·β, one number that is added to all logits, and trained by gradient steps of its own.
-
-    ``leaf (1,)`` is C·b, so that its gradient is the mean over the classes and at most 1, like that of one logit.
-    The spec's optimizer and rates do not apply to it: a step of 1/L lowers the loss for any scale of the logits.
-    """
-
-    def __init__(self, beta: Tensor, backbone: Backbone, classes: int):
-        self._unit = classes * backbone.logit_scale
-        self._classes = classes
-        self.leaf = (beta.to(backbone.device) * self._unit).detach().clone().requires_grad_()
-        self._current = self.leaf
-
-    @property
-    def value(self) -> Tensor:
-        """β ``(1,)``."""
-        return self.leaf.detach() / self._unit
-
-    def added(self, logits: Tensor) -> Tensor:
-        """``logits (B, C)`` plus b, or plus each image's own copy of it."""
-        return logits + (self._current / self._classes).reshape(-1, 1)
-
-    def step(self) -> None:
-        """One step along the leaf's gradient, if it has one."""
-        if self.leaf.grad is not None:
-            with torch.no_grad():
-                self.leaf -= STEP * self._classes * self.leaf.grad
-            self.leaf.grad = None
-
-    def among(self, objective: Objective) -> Objective:
-        """``objective`` with the leaf as the last of its parameters."""
-
-        def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
-            self._current = copies[-1]
-            try:
-                return objective.units(copies[:-1], indices)
-            finally:
-                self._current = self.leaf
-
-        common = objective.common
-        others: Callable[[Sequence[Tensor]], Tensor] | None = None
-        if common is not None:
-            others = lambda parameters: common(parameters[:-1])  # noqa: E731
-        return Objective(units, others)
-
-
-def spoken(class_name: str) -> str:
-    """A class name as it stands in a text: "_" is a space."""
-    return class_name.replace("_", " ").strip()
-
-
-def template_features(backbone: Backbone, template: str, class_names: Sequence[str]) -> Tensor:
-    """``(C, d_e)`` normalised features of ``template`` with each class name in the place of ``{}``.
-
-    Raises:
-        BackboneError: a text does not fit into the tower.
-    """
-    key = (template, tuple(class_names), backbone.device, torch.get_num_threads())
-    kept = _kept.setdefault(backbone, {})
-    if key not in kept:
-        texts = [template.replace("{}", spoken(name)) for name in class_names]
-        # Ordinary tensors even if the caller is in inference mode: a later training step uses them too.
-        with torch.inference_mode(False):
-            kept[key] = backbone.encode_text(texts)
-    return kept[key]
-
-
-def name_features(backbone: Backbone, class_names: Sequence[str]) -> Tensor:
-    """``(C, d_e)`` normalised features of the bare class names."""
-    return template_features(backbone, BARE, class_names)
-
-
-def same_in_a_text(class_names: Sequence[str]) -> list[str]:
-    """Those of ``class_names`` that differ from another only in case, "_", spaces or Unicode's form.
-
-    A text tower sees one name: tokenizers bring letters into one form.
-    """
-    normal = [" ".join(seen(spoken(name)).split()) for name in class_names]
-    counts = Counter(normal)
-    return [name for name, text in zip(class_names, normal, strict=True) if counts[text] > 1]
-
-
 @dataclass(frozen=True)
 class Disclosed:
     """Information about a client's data that participation reveals: ``what`` (a clause), and to whom."""
@@ -217,65 +125,6 @@ def defaults(
     """A spec's ``rounds``, ``training`` and other ``sections``, such as aggregation; omitted ones are left out."""
     given = {"rounds": rounds, "training": training} | dict(sections or {})
     return {name: value for name, value in given.items() if value}
-
-
-@dataclass(frozen=True)
-class Objective:
-    """A loss in parts: one part for each unit, and one part that does not depend on data.
-
-    ``units``: losses ``(b,)`` from copies ``(b, *shape)`` of the parameters and indices ``(b,)``; loss i reads only
-    copy i and unit i. ``common``: R of the parameters themselves (None: zero).
-    """
-
-    units: Callable[[Sequence[Tensor], Tensor], Tensor]
-    common: Callable[[Sequence[Tensor]], Tensor] | None = None
-
-
-@dataclass
-class Protection:
-    """One task's differential privacy: DP-SGD over ``units`` records, clipped at ``clip``, noise ``noise_multiplier``.
-
-    Everything except ``stream``, the attempt's secret draws, is public. It serves one training loop, since only one is
-    accounted for. ``rows``: the images of each unit if units are groups; a unit's loss is then their mean.
-    """
-
-    clip: float
-    noise_multiplier: float
-    units: int
-    batch_size: int
-    epochs: int
-    stream: NoiseStream
-    rows: Sequence[Sequence[int]] | None = None
-    used: bool = False
-
-    @property
-    def event(self) -> Event:
-        """The loop's event for the accountant."""
-        return training_event(self.units, self.batch_size, self.epochs, self.noise_multiplier)
-
-    def images_of(self, unit: int) -> Sequence[int]:
-        """The images of a unit."""
-        return (unit,) if self.rows is None else self.rows[unit]
-
-    def begin(self, images: int) -> Event:
-        """Begin the loop over ``images``; returns its event.
-
-        Raises:
-            UnprotectedError: it is a second loop, or the number of units differs from the accounted number.
-        """
-        if self.used:
-            raise UnprotectedError("a second training loop in one task: only one was accounted for")
-        units = images if self.rows is None else len(self.rows)
-        if units != self.units:
-            raise UnprotectedError(f"{units} units to train on instead of the {self.units} that were accounted for")
-        if self.rows is not None and not all(0 <= row < images for rows in self.rows for row in rows):
-            raise UnprotectedError(f"a group has images beyond the {images} that there are to train on")
-        self.used = True
-        return self.event
-
-
-class UnprotectedError(ValueError):
-    """Training would have run without the promised protection; the text gives the reason."""
 
 
 class MethodError(BadInput, ValueError):
@@ -376,8 +225,8 @@ class ClientContext:
     ``train`` in training, the classes of the test set in an evaluation. ``label_space`` is always that of ``train``;
     empty means ``class_names``. ``template``: the federation's, or that of the client's data. ``count_trained``
     receives the number of values that each training loop optimises. With ``protection`` training is differentially
-    private. ``label_bias``: the threshold to train, where images have several labels. ``progress`` is told the part of
-    the steps that is done.
+    private. ``label_loss``: in place of the cross-entropy, as where images have several labels. ``progress`` is told
+    the part of the steps that is done.
     """
 
     backbone: Backbone
@@ -395,7 +244,7 @@ class ClientContext:
     count_trained: Callable[[int], None] = field(default=lambda numbers: None)
     label_space: tuple[str, ...] = ()
     protection: Protection | None = None
-    label_bias: LabelBias | None = None
+    label_loss: LabelLoss | None = None
 
     @property
     def training(self) -> TrainingSpec:
@@ -694,29 +543,6 @@ def check_admission(
         )
     if has_own(method, "admit"):
         method.admit(client, former, others())
-
-
-def needs_torch(function: Function) -> Function:
-    """Mark a server function that is always computed with torch tensors."""
-    function.computed = "torch"  # type: ignore[attr-defined]
-    return function
-
-
-def computed(method: Method, name: str) -> Literal["numpy", "torch"]:
-    """Where the server function ``name`` of ``method`` is computed."""
-    for kind in type(method).__mro__:
-        if name in vars(kind) and vars(kind).get("server") != OF_THE_METHOD:
-            if not kind.__module__.startswith("promptfed.") and vars(kind).get("server") != "numpy":
-                return "torch"
-            how: Literal["numpy", "torch"] = getattr(vars(kind)[name], "computed", "numpy")
-            return how
-    return "numpy"
-
-
-def needs_torch_always(method: Method) -> bool:
-    """Whether a federation of ``method`` cannot run without torch in the coordinator."""
-    names = ("initial_state", "adopt", "join", "forget", "payload", "aggregate", "measure")
-    return any(computed(method, name) == "torch" for name in names)
 
 
 def layer(name: str, *shape: str, join: str = ".") -> tuple[TensorSpec, TensorSpec]:

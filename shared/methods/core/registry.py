@@ -12,9 +12,10 @@ from importlib.metadata import EntryPoint, entry_points
 from threading import RLock
 from typing import Any
 
+from promptfed.shared.methods.core.array_library import needs_torch_always
 from promptfed.shared.methods.core.context import WordsHyper
 from promptfed.shared.methods.core.default_backbone import default_backbone
-from promptfed.shared.methods.core.interface import Method, needs_torch_always
+from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.tensors import TensorSpec
 
 TINY, EMOJI, PHOTO = ((f"promptfed-{name}", "embedded") for name in ("tiny", "emoji", "photo"))

@@ -7,18 +7,17 @@ ordinary one that declares ``several_labels``, so that a method's file says noth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+from promptfed.shared.methods.core.array_library import OF_THE_METHOD
 from promptfed.shared.methods.core.interface import (
-    OF_THE_METHOD,
     Classifier,
     ClientContext,
     ClientInfo,
     Combine,
-    LabelBias,
     Method,
     MethodError,
     Phase,
@@ -26,18 +25,75 @@ from promptfed.shared.methods.core.interface import (
     Split,
     TrainResult,
     Updates,
-    template_features,
 )
+from promptfed.shared.methods.core.objectives import LabelLoss, Objective
+from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import Tensor, torch
+from promptfed.shared.tensors.lazy import F, Tensor, torch
 from promptfed.shared.tensors.transfer import sent_to
 
 if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone
 
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
+
 BIAS = TensorSpec("label_bias", (1,))
+STEP = 4.0  # 1/L: the second derivative of a mean binary cross-entropy in its bias is at most 1/4
+
+
+class LabelBias(LabelLoss):
+    """b = s·β, one number that is added to all logits, and trained by gradient steps of its own.
+
+    ``leaf (1,)`` is C·b, so that its gradient is the mean over the classes and at most 1, like that of one logit.
+    The spec's optimizer and rates do not apply to it: a step of 1/L lowers the loss for any scale of the logits.
+    """
+
+    def __init__(self, beta: Tensor, backbone: Backbone, classes: int):
+        self._unit = classes * backbone.logit_scale
+        self._classes = classes
+        self.leaf = (beta.to(backbone.device) * self._unit).detach().clone().requires_grad_()
+        self._current = self.leaf
+
+    @property
+    def value(self) -> Tensor:
+        """β ``(1,)``."""
+        return self.leaf.detach() / self._unit
+
+    def added(self, logits: Tensor) -> Tensor:
+        """``logits (B, C)`` plus b, or plus each image's own copy of it."""
+        return logits + (self._current / self._classes).reshape(-1, 1)
+
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The sum over the classes that ``labels (B, C)`` know to be present (1) or absent (0)."""
+        logits = self.added(logits)
+        losses = torch.where(labels == 1, -F.logsigmoid(logits), -F.logsigmoid(-logits))
+        return torch.where(labels >= 0, losses, 0.0).sum(dim=1)
+
+    def step(self) -> None:
+        """One step along the leaf's gradient, if it has one."""
+        if self.leaf.grad is not None:
+            with torch.no_grad():
+                self.leaf -= STEP * self._classes * self.leaf.grad
+            self.leaf.grad = None
+
+    def among(self, objective: Objective) -> Objective:
+        """``objective`` with the leaf as the last of its parameters."""
+
+        def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
+            self._current = copies[-1]
+            try:
+                return objective.units(copies[:-1], indices)
+            finally:
+                self._current = self.leaf
+
+        common = objective.common
+        others: Callable[[Sequence[Tensor]], Tensor] | None = None
+        if common is not None:
+            others = lambda parameters: common(parameters[:-1])  # noqa: E731
+        return Objective(units, others)
 
 
 class ThresholdClassifier:
@@ -143,7 +199,7 @@ class SeveralLabels(Method):
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
         """The method's training with the loss of several labels, which trains β beside its tensors."""
         bias = LabelBias(self._bias(payload, private), context.backbone, len(context.class_names))
-        given = replace(context, label_bias=bias), _without_bias(payload), _without_bias(private)
+        given = replace(context, label_loss=bias), _without_bias(payload), _without_bias(private)
         result = super().train(*given)  # type: ignore[safe-super]
         learned = {BIAS.name: bias.value}
         if not self._shared:

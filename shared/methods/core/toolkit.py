@@ -32,7 +32,6 @@ from promptfed.shared.methods.core.interface import Method as Method
 from promptfed.shared.methods.core.interface import MethodError as MethodError
 from promptfed.shared.methods.core.interface import Needs as Needs
 from promptfed.shared.methods.core.interface import NeedsBackbone as NeedsBackbone
-from promptfed.shared.methods.core.interface import Objective as Objective
 from promptfed.shared.methods.core.interface import Phase as Phase
 from promptfed.shared.methods.core.interface import ServerContext as ServerContext
 from promptfed.shared.methods.core.interface import Split as Split
@@ -41,7 +40,8 @@ from promptfed.shared.methods.core.interface import Updates as Updates
 from promptfed.shared.methods.core.interface import defaults as defaults
 from promptfed.shared.methods.core.interface import layer as layer
 from promptfed.shared.methods.core.interface import option as option
-from promptfed.shared.methods.core.interface import template_features as template_features
+from promptfed.shared.methods.core.objectives import Objective as Objective
+from promptfed.shared.methods.core.text_features import template_features as template_features
 from promptfed.shared.methods.core.training import ClassificationLoss as ClassificationLoss
 from promptfed.shared.methods.core.training import Group as Group
 from promptfed.shared.methods.core.training import leaf as leaf

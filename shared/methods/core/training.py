@@ -15,7 +15,8 @@ from inspect import unwrap
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from promptfed.shared.methods.core.interface import ClientContext, MethodError, Objective, Protection, UnprotectedError
+from promptfed.shared.methods.core.interface import ClientContext, MethodError
+from promptfed.shared.methods.core.objectives import Objective, Protection, UnprotectedError
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.lazy import F, torch
@@ -278,8 +279,8 @@ def _minimise(
         optimizer.zero_grad(set_to_none=True)
         value = _in_memory(context, optimizer, partial(backward, indices), len(indices))
         optimizer.step()
-        if context.label_bias is not None:
-            context.label_bias.step()
+        if context.label_loss is not None:
+            context.label_loss.step()
         return value.detach()
 
     draws = generator(context.seed, context.round, context.phase, context.client, "batches")
@@ -318,8 +319,8 @@ def _in_memory(
             return backward()
         # Behind the block, so that nothing keeps the failed attempt's tensors.
         optimizer.zero_grad(set_to_none=True)
-        if context.label_bias is not None:
-            context.label_bias.leaf.grad = None
+        if context.label_loss is not None:
+            context.label_loss.leaf.grad = None
         backbone = context.backbone
         held = min(backbone.held_images or count, count)
         if held == 1:
@@ -386,9 +387,9 @@ def _protected(
         raise UnprotectedError("a training loop of other epochs than the spec's was not accounted for")
     optimizer, tensors = _optimizer(context, parameters, groups)
     count, classes = len(context.train), len(context.class_names)
-    if context.label_bias is not None:
-        tensors = [*tensors, context.label_bias.leaf]
-        objective = None if objective is None else context.label_bias.among(objective)
+    if context.label_loss is not None:
+        tensors = [*tensors, context.label_loss.leaf]
+        objective = None if objective is None else context.label_loss.among(objective)
     texts = context.backbone.texts_at_once
     gradients = PrivateGradients(context.protection, tensors, loss, objective, count, classes, texts, reads_images)
     for _ in range(gradients.event.count):
@@ -396,8 +397,8 @@ def _protected(
             raise TaskCancelled
         gradients.step()
         optimizer.step()
-        if context.label_bias is not None:
-            context.label_bias.step()
+        if context.label_loss is not None:
+            context.label_loss.step()
     return math.nan
 
 
@@ -428,21 +429,14 @@ class ClassificationLoss:
     """The loss of logits under the labels of a client's training images, which are among ``class_names``."""
 
     def __init__(self, context: ClientContext):
-        self._bias = context.label_bias
+        self._own = context.label_loss
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of ``logits (B, C)`` under ``labels (B,)``, or ``(B, C)`` where there may be several."""
-        if self._bias is None:
-            return F.cross_entropy(logits, labels)
-        return self.each(logits, labels).mean()
+        """The mean loss of ``logits (B, C)`` under the ``labels`` of the same images."""
+        return F.cross_entropy(logits, labels) if self._own is None else self.each(logits, labels).mean()
 
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Losses ``(B,)`` of ``logits (B, C)`` under ``labels (B,)``.
-
-        Under ``labels (B, C)``: the sum over the classes that are known to be present (1) or absent (0).
-        """
-        if self._bias is None:
+        """Losses ``(B,)`` of ``logits (B, C)`` under the ``labels`` of the same images."""
+        if self._own is None:
             return F.cross_entropy(logits, labels, reduction="none")
-        logits = self._bias.added(logits)
-        losses = torch.where(labels == 1, -F.logsigmoid(logits), -F.logsigmoid(-logits))
-        return torch.where(labels >= 0, losses, 0.0).sum(dim=1)
+        return self._own.losses(logits, labels)

@@ -15,8 +15,9 @@ from promptfed.coordinator.aggregation.rules import Rule, weighted_mean
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.stored_tensors import put_tensors, room
 from promptfed.shared.methods import make_method, resolve_spec
-from promptfed.shared.methods.core.checks import check_sizes, exchanged, needed_bytes, update_limit
+from promptfed.shared.methods.core.costs import exchanged, needed_bytes, update_limit
 from promptfed.shared.methods.core.interface import ClientUpdate, Method, MethodError, ServerContext
+from promptfed.shared.methods.core.refusals import check_sizes
 from promptfed.shared.spec.sections import AggregationSpec
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import decode_file, encode, encode_file, state_hash

@@ -21,7 +21,8 @@ from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, resolve_spec
 from promptfed.shared.methods.core import interface
-from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, MethodError, ServerContext, computed
+from promptfed.shared.methods.core.array_library import computed
+from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, MethodError, ServerContext
 from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.seeds import draws, generator
 from promptfed.shared.spec.sections import AggregationSpec, ServerOptimizerSpec

@@ -39,6 +39,7 @@ from promptfed.coordinator.domain.run_state import (
     Withdraw,
 )
 from promptfed.shared.messages import ENDED
+from promptfed.shared.secagg import MOST_CLIENTS
 from promptfed.shared.seeds import sampling_order
 from promptfed.shared.spec.sections import SecureAggregationSpec
 
@@ -162,7 +163,7 @@ def test_the_sample_is_the_first_k_in_the_order_of_hashes() -> None:
         assert len(training(rules(fraction=fraction, min_clients=least), *names).open) == asked, "it gates the start"
     secure = SecureAggregationSpec(minimum=4)
     assert [rules(fraction=0.3, min_clients=9, secure=secure).sample_size(of) for of in (9, 10, 14, 9000)] == [
-        *(4, 4, 5), run_state.MOST_CLIENTS,
+        *(4, 4, 5), MOST_CLIENTS,
     ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from promptfed.shared.api.export_card import Accuracies, MeasuredAccuracy
 from promptfed.shared.clip import Backbone
 from promptfed.shared.errors import PromptfedError
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface import name_features
+from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.service.reasons import Exit
 from promptfed.shared.tensors.torch_tensors import decode

@@ -22,15 +22,9 @@ from promptfed.shared.data import open_source
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method, method_class, method_for, resolve_spec
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.checks import (
-    allowed_rounds,
-    check_clients,
-    check_hopeless,
-    costs,
-    expected_clients,
-    spent,
-)
+from promptfed.shared.methods.core.costs import allowed_rounds, costs, expected_clients, spent
 from promptfed.shared.methods.core.interface import check_admission
+from promptfed.shared.methods.core.refusals import check_clients, check_hopeless
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.accounting import Event, epsilon_of, replace_one_epsilon

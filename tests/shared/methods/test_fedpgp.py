@@ -13,7 +13,7 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import fedpgp, fedtpg, make_method
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.interface import name_features
+from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.methods.fedpgp import FedPGP
 from promptfed.shared.methods.fedtpg import FedTPG
 from promptfed.shared.seeds import initial_draws

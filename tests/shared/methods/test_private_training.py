@@ -20,7 +20,7 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, make_method, promptfl
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import training
-from promptfed.shared.methods.core.interface import Protection, UnprotectedError
+from promptfed.shared.methods.core.objectives import Protection, UnprotectedError
 from promptfed.shared.methods.core.training import PrivateGradients, clipped, make_optimizer, train
 from promptfed.shared.methods.promptfl import LOCAL, PrivateContextMethod, PromptFL
 from promptfed.shared.privacy.accounting import epsilon_of

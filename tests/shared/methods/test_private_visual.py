@@ -12,7 +12,8 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method, resolve_spec
-from promptfed.shared.methods.core.interface import ClientContext, Method, Protection
+from promptfed.shared.methods.core.interface import ClientContext, Method
+from promptfed.shared.methods.core.objectives import Protection
 from promptfed.shared.methods.core.training import PrivateGradients
 from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier, Towers, VisualHyper
 from promptfed.shared.methods.fedvpt import PROMPTS, FedPR, projection

@@ -16,8 +16,8 @@ from promptfed.client_service.training.evaluation import presences
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.interface import LabelBias, Protection
-from promptfed.shared.methods.core.several_labels import BIAS, PresenceTemplates, absent_template
+from promptfed.shared.methods.core.objectives import Protection
+from promptfed.shared.methods.core.several_labels import BIAS, LabelBias, PresenceTemplates, absent_template
 from promptfed.shared.methods.core.training import ClassificationLoss
 from promptfed.shared.metrics import mean_average_precision
 from promptfed.shared.seeds import initial_draws
@@ -60,7 +60,7 @@ def test_the_loss_and_its_gradients_equal_the_formula(backbone: Backbone) -> Non
     scale = backbone.logit_scale
     beta = torch.tensor([-0.02], dtype=torch.float64, requires_grad=True)
     bias = LabelBias(beta.detach(), backbone, 3)
-    loss = ClassificationLoss(replace(context_of(backbone), label_bias=bias))
+    loss = ClassificationLoss(replace(context_of(backbone), label_loss=bias))
     draws = torch.Generator().manual_seed(2)
     cosines = (torch.randn(6, 3, generator=draws, dtype=torch.float64) / scale).requires_grad_()
     found = loss(scale * cosines, LABELS)
@@ -78,7 +78,7 @@ def test_the_threshold_comes_from_any_start_to_the_best_one(backbone: Backbone) 
     share = float((LABELS == 1).sum()) / float((LABELS >= 0).sum())
     for start in (-0.5, 0.0, 0.5):
         bias = LabelBias(torch.tensor([start]), backbone, 3)
-        loss = ClassificationLoss(replace(context_of(backbone), label_bias=bias))
+        loss = ClassificationLoss(replace(context_of(backbone), label_loss=bias))
         logits, before = torch.zeros(6, 3), math.inf
         for _ in range(60):
             value = loss(logits, LABELS)
@@ -91,7 +91,7 @@ def test_the_threshold_comes_from_any_start_to_the_best_one(backbone: Backbone) 
 
 def test_copies_have_thresholds_of_their_own(backbone: Backbone) -> None:
     bias = LabelBias(torch.zeros(1), backbone, 3)
-    loss = ClassificationLoss(replace(context_of(backbone), label_bias=bias))
+    loss = ClassificationLoss(replace(context_of(backbone), label_loss=bias))
     logits = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
     copies = torch.linspace(-2, 2, 6)[:, None].requires_grad_()
 
@@ -103,7 +103,7 @@ def test_copies_have_thresholds_of_their_own(backbone: Backbone) -> None:
     for row in range(6):
         own = copies[row].detach().clone().requires_grad_()
         alone = LabelBias(own.detach() / (3 * backbone.logit_scale), backbone, 3)
-        single = ClassificationLoss(replace(context_of(backbone), label_bias=alone))
+        single = ClassificationLoss(replace(context_of(backbone), label_loss=alone))
         single(logits[row : row + 1], LABELS[row : row + 1]).backward()
         assert alone.leaf.grad is not None
         assert gradients[row].item() == pytest.approx(alone.leaf.grad.item(), abs=1e-6)

@@ -17,7 +17,8 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, check_fits, make_method, resolve_spec, runnable
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead, head_start
-from promptfed.shared.methods.core.interface import Protection, check_admission
+from promptfed.shared.methods.core.interface import check_admission
+from promptfed.shared.methods.core.objectives import Protection
 from promptfed.shared.methods.fedavg import step
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec

@@ -17,8 +17,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import promptfed.shared.secagg as package
-from promptfed.shared.secagg import SecureError, member, messages, opening, primitives
-from promptfed.shared.secagg.primitives import Words, commitment
+from promptfed.shared.secagg import SecureError, masks, member, messages, opening
+from promptfed.shared.secagg.keys import (
+    agree,
+    derive,
+    expect_exchange_key,
+    fingerprint,
+    is_signed,
+    new_identity,
+    new_pair,
+    public_identity,
+    public_of,
+    sign,
+)
+from promptfed.shared.secagg.masks import Words, looks_unmasked, pair_mask, self_mask
+from promptfed.shared.secagg.shares import PRIME, combine, commitment, share_value, split
+from promptfed.shared.secagg.vectors import Whole, as_tensors, blurred, encoded, flat_change, mean_change, signed_sum
 from promptfed.shared.spec.sections import WHOLE_WEIGHT, SecureAggregationSpec, Weighting, whole_weights
 from tests.support import secure_sums as sums
 
@@ -177,9 +191,7 @@ def test_a_sum_is_held_against_every_condition_of_the_site(limits: dict[str, flo
     clients = sums.members(4, 3, SPEC, [20_000, 10_000, 10_000, 10_000])
     made, _ = messages.make_roster([client.entry for client in clients], SPEC, sums.BY_SAMPLES)
     heavy, *others = (bytes.fromhex(client.entry.entry.identity_key) for client in clients)
-    peers = (
-        frozenset(primitives.fingerprint(key) for key in (heavy, *others[:2])) if "verified" in limits else frozenset()
-    )
+    peers = frozenset(fingerprint(key) for key in (heavy, *others[:2])) if "verified" in limits else frozenset()
     own = messages.Limits(**{"max_own_share": 0.5, "min_effective": 2.0} | limits, peers=peers)
     place = made.place_of(clients[0].entry.entry)
     if kind is None:
@@ -275,7 +287,7 @@ def test_a_false_share_at_opening_is_refused_and_the_others_open_the_sum(kind: s
 def dealt_falsely(to: Sequence[int]) -> tuple[list[sums.Member], messages.Roster, dict[int, messages.SharesAnswer]]:
     """Member 2 commits to other shares of its seed for the holders ``to``, and deals just these."""
     clients, made, shares = sharing(6)
-    false = primitives.split(primitives.new_pair(), made.threshold, range(1, 7))
+    false = split(new_pair(), made.threshold, range(1, 7))
     boxes, commitments = list(shares[2].boxes), list(shares[2].commitments)
     for holder in to:
         honest = clients[holder], opening.mask_job(made, holder, shares)
@@ -351,37 +363,37 @@ def test_x25519_is_that_of_rfc_7748() -> None:
     private = bytes.fromhex("a546e36bf0527c9d3b16154b82465edd62144c0ac1fc5a18506a2244ba449ac4")
     point = bytes.fromhex("e6db6867583030db3594c1a424b15f7c726624ec26b3353b10a903a6d0ab1c4c")
     expected = "c3da55379de9c6908e94ea4df28d084f32eccf03491c71f754b4075577a28552"
-    assert primitives.agree(private, point).hex() == expected
+    assert agree(private, point).hex() == expected
 
 
 def test_a_key_of_small_order_is_refused() -> None:
     with pytest.raises(SecureError) as refused:
-        primitives.agree(primitives.new_pair(), bytes(32))
+        agree(new_pair(), bytes(32))
     assert refused.value.kind == "bad-roster"
-    assert "X25519" in refusal("bad-roster", primitives.expect_exchange_key, bytes(32))
-    primitives.expect_exchange_key(primitives.public_of(primitives.new_pair()))
+    assert "X25519" in refusal("bad-roster", expect_exchange_key, bytes(32))
+    expect_exchange_key(public_of(new_pair()))
 
 
 def test_identities_are_those_of_rfc_8032() -> None:
     private = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
     public = "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a"
-    assert primitives.public_identity(private).hex() == public
-    assert primitives.fingerprint(bytes.fromhex(public)) == f"ed25519:{public}"
+    assert public_identity(private).hex() == public
+    assert fingerprint(bytes.fromhex(public)) == f"ed25519:{public}"
 
 
 def test_a_signature_is_for_one_purpose_and_one_body() -> None:
-    private = primitives.new_identity()
-    public, signature = primitives.public_identity(private), primitives.sign(private, "keys", {"a": 1})
-    assert primitives.is_signed(public, signature, "keys", {"a": 1})
-    assert not primitives.is_signed(public, signature, "confirm", {"a": 1})
-    assert not primitives.is_signed(public, signature, "keys", {"a": 2})
-    assert not primitives.is_signed(public, signature[:-1] + bytes([signature[-1] ^ 1]), "keys", {"a": 1})
-    assert not primitives.is_signed(primitives.public_identity(primitives.new_identity()), signature, "keys", {"a": 1})
+    private = new_identity()
+    public, signature = public_identity(private), sign(private, "keys", {"a": 1})
+    assert is_signed(public, signature, "keys", {"a": 1})
+    assert not is_signed(public, signature, "confirm", {"a": 1})
+    assert not is_signed(public, signature, "keys", {"a": 2})
+    assert not is_signed(public, signature[:-1] + bytes([signature[-1] ^ 1]), "keys", {"a": 1})
+    assert not is_signed(public_identity(new_identity()), signature, "keys", {"a": 1})
 
 
 def test_words_are_chacha20_s_of_rfc_8439() -> None:
     expected = "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7da41597c5157488d7724e03fb8d84a37"
-    assert primitives.words(bytes(32), 6).astype("<u8").tobytes().hex() == expected
+    assert masks.words(bytes(32), 6).astype("<u8").tobytes().hex() == expected
 
 
 def literal_hkdf(secret: bytes, salt: bytes, info: bytes, length: int) -> bytes:
@@ -398,8 +410,8 @@ def test_derived_keys_are_those_of_rfc_5869() -> None:
     info = bytes(range(0xF0, 0xFA))
     assert literal_hkdf(b"\x0b" * 22, bytes(range(13)), info, 42).hex() == published
     expected = literal_hkdf(b"secret", b"salt" * 8, b"promptfed/mask/1\0" + b"first" + b"second", 32)
-    assert primitives.derive(b"secret", "mask", b"salt" * 8, b"first", b"second") == expected
-    others = {primitives.derive(b"secret", purpose, b"salt" * 8) for purpose in ("self", "mask", "share")}
+    assert derive(b"secret", "mask", b"salt" * 8, b"first", b"second") == expected
+    others = {derive(b"secret", purpose, b"salt" * 8) for purpose in ("self", "mask", "share")}
     assert len(others) == 3
 
 
@@ -423,22 +435,22 @@ def is_prime(n: int) -> bool:
 
 
 def test_the_field_is_one() -> None:
-    assert is_prime(primitives.PRIME)
-    assert not is_prime(primitives.PRIME - 2)
-    assert primitives.PRIME > 1 << 256
+    assert is_prime(PRIME)
+    assert not is_prime(PRIME - 2)
+    assert PRIME > 1 << 256
 
 
 def test_any_threshold_of_shares_opens_the_secret_and_fewer_say_nothing() -> None:
     secret = bytes(range(32))
-    shares = primitives.split(secret, 3, range(1, 6))
+    shares = split(secret, 3, range(1, 6))
     for three in combinations(shares, 3):
-        assert primitives.combine({place: shares[place] for place in three}) == secret
-    assert primitives.combine(shares) == secret
+        assert combine({place: shares[place] for place in three}) == secret
+    assert combine(shares) == secret
     # With one share less every secret is as likely: for each there is just one polynomial through what is known.
-    known = {place: primitives.share_value(shares[place]) for place in (2, 5)}
+    known = {place: share_value(shares[place]) for place in (2, 5)}
     for guess in (bytes(32), b"\xff" * 32):
         third = interpolated({0: int.from_bytes(guess, "big"), **known}, 3).to_bytes(33, "big")
-        assert primitives.combine({2: shares[2], 5: shares[5], 3: third}) == guess
+        assert combine({2: shares[2], 5: shares[5], 3: third}) == guess
 
 
 def interpolated(points: dict[int, int], at: int) -> int:
@@ -448,14 +460,14 @@ def interpolated(points: dict[int, int], at: int) -> int:
         term = y
         for other in points:
             if other != x:
-                term = term * (at - other) * pow(x - other, -1, primitives.PRIME) % primitives.PRIME
+                term = term * (at - other) * pow(x - other, -1, PRIME) % PRIME
         total += term
-    return total % primitives.PRIME
+    return total % PRIME
 
 
 def test_shares_are_values_of_one_polynomial() -> None:
-    shares = primitives.split(b"\x07" * 32, 4, [1, 3, 8, 20, 1024])
-    values = {place: primitives.share_value(share) for place, share in shares.items()}
+    shares = split(b"\x07" * 32, 4, [1, 3, 8, 20, 1024])
+    values = {place: share_value(share) for place, share in shares.items()}
     some = {place: values[place] for place in (1, 3, 8, 20)}
     assert interpolated(some, 1024) == values[1024]
     assert interpolated(some, 0) == int.from_bytes(b"\x07" * 32, "big")
@@ -463,34 +475,34 @@ def test_shares_are_values_of_one_polynomial() -> None:
 
 def test_shares_that_are_none_are_refused() -> None:
     with pytest.raises(SecureError):
-        primitives.share_value(bytes(32))
+        share_value(bytes(32))
     with pytest.raises(SecureError):
-        primitives.share_value(primitives.PRIME.to_bytes(33, "big"))
+        share_value(PRIME.to_bytes(33, "big"))
     with pytest.raises(ValueError, match="cannot be made"):
-        primitives.split(bytes(32), 4, [1, 2, 3])
+        split(bytes(32), 4, [1, 2, 3])
 
 
 def test_masks_of_two_cancel_and_are_not_small() -> None:
-    one, other, roster = primitives.new_pair(), primitives.new_pair(), hashlib.sha256(b"roster").digest()
-    given = primitives.pair_mask(one, primitives.public_of(other), roster, 1000)
-    taken = primitives.pair_mask(other, primitives.public_of(one), roster, 1000)
+    one, other, roster = new_pair(), new_pair(), hashlib.sha256(b"roster").digest()
+    given = pair_mask(one, public_of(other), roster, 1000)
+    taken = pair_mask(other, public_of(one), roster, 1000)
     assert not (given + taken).any()
     assert np.unique(given).size == 1000
-    assert not primitives.looks_unmasked(given)
-    another = primitives.pair_mask(one, primitives.public_of(other), hashlib.sha256(b"another").digest(), 1000)
+    assert not looks_unmasked(given)
+    another = pair_mask(one, public_of(other), hashlib.sha256(b"another").digest(), 1000)
     assert (given != another).all()
 
 
 def test_masks_are_the_same_in_every_version() -> None:
     """Members of one sum may run different releases: who adds which words must not change."""
     keys = bytes(range(32)), bytes(range(32, 64))
-    first, second = (primitives.public_of(key) for key in keys)
-    assert primitives.pair_mask(keys[1], first, bytes(32), 2).tolist() == [627672680077388449, 2765446954230994995]
-    assert primitives.pair_mask(keys[0], second, bytes(32), 1).tolist() == [2**64 - 627672680077388449]
-    assert primitives.self_mask(bytes(32), bytes(32), 2).tolist() == [12407046553994863298, 7444475708997107540]
+    first, second = (public_of(key) for key in keys)
+    assert pair_mask(keys[1], first, bytes(32), 2).tolist() == [627672680077388449, 2765446954230994995]
+    assert pair_mask(keys[0], second, bytes(32), 1).tolist() == [2**64 - 627672680077388449]
+    assert self_mask(bytes(32), bytes(32), 2).tolist() == [12407046553994863298, 7444475708997107540]
     update = {"b": np.array([1.0, 2.0], np.float32), "a": np.array([100.0], np.float32)}
     moved = [-1.022548426009586e-06, -1.6113794213076414e-08, -2.1562338372765846e-08]  # in order of name
-    assert primitives.blurred(np.zeros(3), update).tolist() == pytest.approx(moved)
+    assert blurred(np.zeros(3), update).tolist() == pytest.approx(moved)
     signed = {2: messages.ConfirmAnswer(alive_sha256="0" * 64, signature="2" * 128)}
     signed[0] = signed[2].model_copy(update={"signature": "0" * 128})
     assert [signer for signer, _ in opening.unmask_job(signed).signatures] == [0, 2]
@@ -499,7 +511,9 @@ def test_masks_are_the_same_in_every_version() -> None:
 def test_no_statistical_generator_makes_secrets() -> None:
     """A generator for statistics can be predicted from what it gave, and a mask with it."""
     modules = list(Path(package.__file__).parent.glob("*.py"))
-    assert {"member.py", "messages.py", "opening.py", "primitives.py"} <= {module.name for module in modules}
+    assert {"member.py", "messages.py", "opening.py", "keys.py", "shares.py", "masks.py", "vectors.py"} <= {
+        module.name for module in modules
+    }
     for path in modules:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -527,10 +541,10 @@ def test_the_mean_is_the_weighted_one_of_changes_to_half_a_step_of_each(clients:
     weights = [whole[place] / WHOLE_WEIGHT for place in range(len(clients))]
     total = np.zeros(5, dtype=np.uint64)
     for (change, _), weight in zip(clients, weights, strict=True):
-        x = primitives.encoded(np.array(change), weight)
+        x = encoded(np.array(change), weight)
         assert np.abs(x).max() <= 1 << 36
         total = total + x.view(np.uint64)
-    mean = primitives.mean_change(primitives.signed_sum(total), sum(weights))
+    mean = mean_change(signed_sum(total), sum(weights))
     bound = Fraction(len(clients), 2**33) / sum(map(Fraction, weights))
     for place, found in enumerate(mean.tolist()):
         parts = zip(clients, weights, strict=True)
@@ -539,17 +553,17 @@ def test_the_mean_is_the_weighted_one_of_changes_to_half_a_step_of_each(clients:
 
 
 def test_the_largest_sum_does_not_wrap() -> None:
-    change = primitives.encoded(np.array([16.0, -16.0])).view(np.uint64)
+    change = encoded(np.array([16.0, -16.0])).view(np.uint64)
     total = np.zeros(2, dtype=np.uint64)
     for _ in range(1024):
         total = total + change
-    assert primitives.signed_sum(total).tolist() == [1 << 46, -(1 << 46)]
+    assert signed_sum(total).tolist() == [1 << 46, -(1 << 46)]
     with pytest.raises(SecureError) as refused:
-        primitives.signed_sum(np.array([1 << 63], dtype=np.uint64))
+        signed_sum(np.array([1 << 63], dtype=np.uint64))
     assert refused.value.kind == "sum-invalid"
 
 
-def odd_one_out(weights: list[float], payload: torch.Tensor, seed: int) -> tuple[primitives.Whole, primitives.Whole]:
+def odd_one_out(weights: list[float], payload: torch.Tensor, seed: int) -> tuple[Whole, Whole]:
     """The sum of clients' changes from ``payload``, and what the last, smallest one has added to it."""
     draws = torch.Generator().manual_seed(seed)
     parts = []
@@ -559,7 +573,7 @@ def odd_one_out(weights: list[float], payload: torch.Tensor, seed: int) -> tuple
     return sum(parts), parts[-1]
 
 
-def chance_of_the_digits(total: primitives.Whole, part: primitives.Whole, modulus: int) -> float:
+def chance_of_the_digits(total: Whole, part: Whole, modulus: int) -> float:
     """How often the sum modulo ``modulus`` is that of the one part."""
     return float(np.mean(total % modulus == part % modulus))
 
@@ -583,13 +597,13 @@ def test_the_grid_of_float32_tells_nothing_of_a_client_on_a_finer_one() -> None:
 def test_blurring_stays_within_half_a_step_and_is_the_same_again() -> None:
     payload = {"x": np.array([0.75, 1.0, 0.0, -3.0], np.float32)}
     update = {"x": np.array([0.75, 1.0 + 2**-10, 0.0, -3.5], np.float32)}
-    change = primitives.flat_change(update, payload)
-    moved = primitives.blurred(change, update)
+    change = flat_change(update, payload)
+    moved = blurred(change, update)
     step = np.spacing(update["x"]).astype(np.float64)
     assert (np.abs(moved - change) <= np.abs(step) / 2).all()
-    assert np.array_equal(moved, primitives.blurred(change, update))
+    assert np.array_equal(moved, blurred(change, update))
     assert (moved[[0, 1, 3]] != change[[0, 1, 3]]).all()
-    mean = primitives.as_tensors(moved, payload, {"x": (4,)})["x"]
+    mean = as_tensors(moved, payload, {"x": (4,)})["x"]
     assert np.array_equal(mean[[0, 2]], payload["x"][[0, 2]]), "what has not changed stays as it was"
 
 
@@ -598,9 +612,9 @@ def test_a_change_starts_from_the_payload_and_goes_back_to_it() -> None:
     payload = {"a": start, "unsent": np.ones(1, np.float32)}
     update = {"a": start + 0.25, "b": np.array([1.0, -2.0], np.float32), "c": np.array(3.0, np.float32)}
     change = sums.encode_change(update, payload)
-    mean = primitives.mean_change(change, 1)
+    mean = mean_change(change, 1)
     shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
-    back = primitives.as_tensors(mean, payload, shapes)
+    back = as_tensors(mean, payload, shapes)
     assert set(back) == set(update)
     for name, tensor in update.items():
         assert np.abs(back[name] - tensor).max() <= 1e-6
@@ -616,13 +630,13 @@ def test_what_is_out_of_range_is_refused(value: float) -> None:
 def test_an_update_in_the_clear_is_told_from_a_masked_one() -> None:
     some = torch.randn(100, generator=torch.Generator().manual_seed(2))
     clear = sums.encode_change({"x": some.numpy()}, {}).view(np.uint64)
-    assert primitives.looks_unmasked(clear)
-    assert [primitives.looks_unmasked(clear[:size]) for size in (63, 64)] == [False, True]
+    assert looks_unmasked(clear)
+    assert [looks_unmasked(clear[:size]) for size in (63, 64)] == [False, True]
     least, most, large = -(1 << 60), (1 << 60) - 1, 1 << 60
 
     def looks(small: int, words: tuple[int, int] = (least, most)) -> bool:
         cut = np.array([*(words * 50)[:small], *[large] * (100 - small)], np.int64)
-        return primitives.looks_unmasked(cut.view(np.uint64))
+        return looks_unmasked(cut.view(np.uint64))
 
     assert [looks(50), looks(51), looks(100)] == [False, True, True], "more than half"
     assert not looks(100, (least - 1, large)), "just no small words"

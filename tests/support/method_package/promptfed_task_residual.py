@@ -28,8 +28,8 @@ from promptfed.shared.methods.core.interface import (
     ServerContext,
     Split,
     TrainResult,
-    template_features,
 )
+from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec

@@ -24,7 +24,7 @@ from promptfed.shared.data import Source, open_source
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.interface import Protection
+from promptfed.shared.methods.core.objectives import Protection
 from promptfed.shared.methods.core.training import batches, leaf, train
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import generator, initial_draws

@@ -15,7 +15,8 @@ from promptfed.shared.clip import load_backbone
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
 from promptfed.shared.methods.core.context import PLAIN, WordsHyper
 from promptfed.shared.methods.core.default_backbone import suitable
-from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, ServerContext, template_features
+from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, ServerContext
+from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.spec.training_terms import TrainingTerms
