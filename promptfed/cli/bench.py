@@ -274,12 +274,20 @@ def run_suite(suite: str, runner: Runner, reduced: bool, seeds: str | None, as_j
         PromptfedError: as `finish`.
     """
     numbers = whole_numbers(seeds, "--seeds") if seeds else REDUCED_SEEDS if reduced else SEEDS
-    made = {}
+    benches = {name: preset.bench(numbers, reduced=reduced) for name, preset in presets_of(suite).items()}
+    made, missing = {}, dict[str, str]()
+    for bench in benches.values():  # all before the first, which may take an hour
+        try:
+            bench.jobs()
+        except PromptfedError as error:
+            missing.setdefault(str(error).partition(": ")[2], str(error))  # once for data of one source
+    if missing:
+        raise BadInput(" ".join(missing.values()))
     for name, preset in presets_of(suite).items():
         own = replace(runner, out=runner.out / name, features=runner.out / "features")
         if not as_json:
             say(preset.title)
-        results = finish(preset.bench(numbers, reduced=reduced), own, as_json)
+        results = finish(benches[name], own, as_json)
         made[name] = results.model_dump(exclude={"runs"})
     if as_json:
         print_json(made)

@@ -254,6 +254,7 @@ def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alo
     for method, paper, embedded in (
         ("fedpgp", 0.001, 0.01),
         ("coop", 0.002, 0.02),
+        ("fedkgcoop", 0.002, 0.01),
         ("fedvpt", 0.002, 0.64),  # visual prompts
         ("fedclip", 4e-4, 0.002),  # 0.2/d_e
         ("fedlora", 2e-4, 0.02),  # AdamW

@@ -31,12 +31,13 @@ SWEPT = {
         "singleset_vpt": 0.64,
         "fedclip": 0.002,
         "fedtaskres": 0.15,
+        "fedkgcoop": 0.01,
     },
     EMOJI: {"fedmaple": 0.035, "fedclip": 0.002, "fedtaskres": 0.11},
     PHOTO: {"fedtaskres": 0.12},
 }
 """Rates of their own. fedclip's is 0.2/d_e, and fedtaskres's 1.5/(α·scale), so a step moves a logit by 1.5 at most:
-for the usual d_e of 512 and scale of 100 they are the methods' defaults."""
+for the usual d_e of 512 and scale of 100 they are the methods' defaults. fedkgcoop's own term lengthens its steps."""
 
 GROUP = "promptfed.methods"
 INSTALL = "install {} beside promptfed, if you trust it"

@@ -770,3 +770,18 @@ def test_a_selection_under_protection_is_refused_with_a_reason(data: dict[str, s
     ):
         with pytest.raises(PromptfedError, match=text):
             run({"name": "promptfl", "m": 2}, data, **more)
+
+
+def test_a_suite_tells_all_that_is_missing_in_a_line_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = 'data: ["symbols:{domain}?topic=weather&per_class=2&test_per_class=2"]'
+    for number, name in enumerate(("absent", "gone", "gone?shots=1"), 2):
+        missing = SMALL.replace(wanted, f'data: ["folder:{tmp_path}/{name}"]').replace("[neon, chalk]", "[]")
+        (tmp_path / f"{number}-missing.yaml").write_text(missing.replace("leave-one-domain-out", "personalisation"))
+    (tmp_path / "1-small.yaml").write_text(SMALL)
+    monkeypatch.setitem(presets.SUITES, "photos", tmp_path)
+    ended = CliRunner().invoke(app, ["bench", "photos", "--out", str(tmp_path / "out")])
+    assert (ended.exit_code, ended.stdout) == (Exit.BAD_INPUT, "")
+    assert [ended.stderr.count(part) for part in ("\n", f"{tmp_path}/absent;", f"{tmp_path}/gone;")] == [1, 1, 1]
+    assert not (tmp_path / "out").exists()
