@@ -23,7 +23,6 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from fastapi.testclient import TestClient
 from PIL import Image
 from safetensors.numpy import save_file
@@ -189,26 +188,6 @@ def test_a_researcher_compares_takes_away_and_scores(own: Path, tmp_path: Path) 
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if line[:1] in "┃│┏└")
     again = promptfed(*bench)
     assert "6 of 6 federations are done" in again.stderr
-
-
-def test_a_researcher_lets_a_search_choose_the_method(own: Path, tmp_path: Path) -> None:
-    clients = [{"name": domain, "data": f"folder:{own / domain}?only={','.join(SHAPES[:3])}"} for domain in DOMAINS[:2]]
-    run = {
-        "method": {"name": "promptfl", "m": 2},
-        "rounds": 2,
-        "clients": clients,
-        "backbone": {"model": "promptfed-tiny"},
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(run))
-    line = (
-        "tune", tmp_path / "run.yaml", "--out", tmp_path / "tuned.yaml", "--methods", "fedtaskres", "--seconds", "5",
-    )  # fmt: skip
-    tuned = promptfed(*line, "--json")
-    assert tuned.exit_code == 0, tuned.output
-    chosen = yaml.safe_load((tmp_path / "tuned.yaml").read_text())
-    assert chosen["method"]["name"] in ("promptfl", "fedtaskres")
-    done = promptfed("simulate", tmp_path / "tuned.yaml")
-    assert done.exit_code == 0, done.output
 
 
 # Sixty wrong inputs: each row of tests/wrong_inputs.txt is a command, its exit code and its last line.

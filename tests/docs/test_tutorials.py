@@ -200,11 +200,6 @@ def test_the_python_blocks_of_a_page_run_in_order(
     assert f"{found['result'].mean()}" in capsys.readouterr().out
 
 
-def test_a_command_outside_of_shell_blocks_is_found() -> None:
-    page = "```bash\npromptfed demo\n```\n```text\npromptfed tune run\n```\n```\npytest -q\n```\n"
-    assert hidden_commands(page) == ["promptfed tune run", "pytest -q"]
-
-
 @pytest.mark.skipif(shutil.which("curl") is None, reason="tests with curl: apt-get install curl")
 @pytest.mark.parametrize("name", PAGES)
 def test_the_shell_blocks_of_a_page_run_in_order(name: str, tmp_path: Path) -> None:

@@ -276,16 +276,6 @@ def checked(page: Page, name: str, width: int) -> None:
     assert page.evaluate(CUT_OFF) == [], name
 
 
-def test_axe_core_finds_a_barrier(browser: Browser) -> None:
-    if not AXE.is_file():
-        pytest.skip("states are not checked with axe-core: make axe")
-    page = browser.new_page()
-    page.set_content("<html lang=en><title>t</title><main><h1>t</h1><img src=x></main></html>")
-    page.evaluate(AXE.read_text(encoding="utf-8"))
-    assert page.evaluate(FINDINGS) == ['image-alt: <img src="x">']
-    page.close()
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
     """A coordinator with a federation in each state."""

@@ -80,13 +80,6 @@ def test_a_preset_says_what_our_defaults_may_change(name: str) -> None:
         assert starts <= set(given["method"]) or given["method"]["name"] == "fedtpg", entry.label
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_a_preset_is_of_a_paper_whose_method_is_here(name: str) -> None:
-    """FLiP compares others' methods."""
-    title = name.removeprefix("paper:").partition("-")[0]
-    assert title in {method.replace("_", "") for method in METHODS} | {"flip"}
-
-
 @pytest.mark.parametrize("name", [name for name in preset_names() if "one-domain-out" in read_preset(name).protocol])
 def test_an_unseen_domain_is_tested_whole_and_has_words(name: str) -> None:
     preset = read_preset(name)
@@ -179,15 +172,6 @@ def test_fedtpg_words_each_data_set_as_table_5_does(name: str, monkeypatch: pyte
     found = {re.split("[:/]", uri.partition("?")[0])[-1]: open_source(uri).template for uri in data}
     assert found == {key: wanted[key] for key in found}
     assert len(found) == (11 if "cross" in name else 9)
-
-
-@pytest.mark.parametrize(("name", "panel"), [("paper:plan-pacs", "all"), ("paper:fedpgp-cifar", "CIFAR10")])
-def test_what_stands_in_the_root_is_left_alone(name: str, panel: str) -> None:
-    preset = read_preset(name)
-    assert panel in preset.panels()
-    for uri in preset.setting_of(panel, "/a/{data}").data:
-        assert "/a/{data}" in uri
-        assert uri.count("{data}") == 1
 
 
 def test_the_papers_rows_stand_behind_ours() -> None:

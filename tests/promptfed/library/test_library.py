@@ -7,19 +7,17 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import promptfed
-from promptfed.shared.clip import Backbone, load_backbone, shape_of
+from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.data import open_source
 from tests.support import exports
 from tests.support.coordinators import in_thread
-from tests.support.far_device import far_device, waits
-from tests.support.own_images import SHAPES, picture, write_folder
+from tests.support.own_images import write_folder
 from tests.support.waiting import PATIENCE
 
 SMALL = "?topic=weather&per_class=2&test_per_class=2"
@@ -235,27 +233,3 @@ def test_clients_declare_their_domains_in_words(tmp_path: Path, backbone: Backbo
     assert {one.client: one.num_samples for one in result.accuracies()} == {"plain": 2, "worded": 2, "unseen": 4}
     with pytest.raises(promptfed.PromptfedError, match="domains describe 'neon', which is no client"):
         promptfed.run("zero_shot", ["digits"], domains={"neon": "a neon sign of a {}"}, backbone=backbone)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("spec", [
-    {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}},
-    {"secure_aggregation": {}, "participation": {"min_clients": 3}},
-], ids=["noise", "sums"])  # fmt: skip
-def test_a_run_on_a_gpu_is_that_on_the_cpu(spec: dict[str, Any], tmp_path: Path) -> None:
-    """With features, noise or masked sums, an export and predictions, on the tests' stand-in for a GPU."""
-    data = [f"folder:{write_folder(tmp_path / str(seed), SHAPES[:3], each=4, seed=seed)}" for seed in range(3)]
-    found = []
-    for device in ("cpu", "cuda"):
-        with far_device(), waits() as counted:
-            method, training = {"name": "promptfl", "m": 2}, {"batch_size": 4}
-            tiny = load_backbone("promptfed-tiny", "embedded", device=device)
-            given = {"rounds": 1, "training": training, "device": device, "backbone": tiny, "progress": False}
-            made = promptfed.run(method, data, **given, **spec)
-            answer = made.predict(picture("circle", 1))
-            weights = load_file(made.export(tmp_path / device) / "class_weights.safetensors")
-            found.append((made.state | weights, answer.probabilities))
-        assert bool(counted) is (device == "cuda"), "answers came from the device"
-    for name, value in found[0][0].items():
-        torch.testing.assert_close(found[1][0][name], value, rtol=1e-5, atol=1e-5)
-    assert found[1][1] == pytest.approx(found[0][1], abs=1e-5)

@@ -490,7 +490,7 @@ def test_a_federation_is_followed(tmp_path: Path, ended: bool) -> None:
 def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module, where in (("torch.utils.tensorboard", f"tensorboard:{tmp_path}"), ("mlflow", "mlflow:sqlite://")):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(PromptfedError, match=r"pip install 'promptfed\["):
+        with pytest.raises(PromptfedError, match=r"install promptfed\[\w+\]: pip install"):
             open_tracker(where).__enter__()
 
 
@@ -511,25 +511,6 @@ def test_tensorboards_event_file(tmp_path: Path) -> None:
     found = events(tmp_path / "styles-fed-1")
     assert found["loss/train"] == pytest.approx({1: 0.5, 2: 1 / 3})
     assert found["accuracy/trainer/test@adapted"] == pytest.approx({0: 0.5, 1: 0.6, 2: 0.7})
-
-
-@pytest.mark.slow
-def test_mlflows_database(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="trackers: make test-all")
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    with open_tracker(f"mlflow:{uri}") as write:
-        record(write, RESULT)
-    client = mlflow.MlflowClient(tracking_uri=uri)
-    experiment = client.get_experiment_by_name("promptfed")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED"
-    assert run.info.run_name == "styles"
-    history = client.get_metric_history(run.info.run_id, "accuracy/trainer/test:adapted")
-    assert [(one.step, one.value) for one in history] == [(0, 0.5), (1, 0.6), (2, pytest.approx(0.7))]
-    losses = client.get_metric_history(run.info.run_id, "loss/train")
-    assert {one.step: one.value for one in losses} == pytest.approx({1: 0.5, 2: 1 / 3})
-    with pytest.raises(PromptfedError, match="MLflow"), open_tracker("mlflow:nowhere://x"):
-        pass
 
 
 def test_the_command_follows_a_federation(tmp_path: Path) -> None:

@@ -80,16 +80,23 @@ def test_texts_are_cleaned_as_ftfy_does(text: str) -> None:
     assert _ftfy().fix_text(text) == ftfy.fix_text(text)
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
-def test_nothing_of_open_clip_is_imported(name: str) -> None:
+def test_no_embedded_backbone_imports_open_clip_and_no_step_torch_s_compiler() -> None:
     code = f"""
-import sys
+import sys, torch
 from PIL import Image
 from promptfed.shared.clip import load_backbone, shape_of
 from promptfed.shared.clip.sizes import shape_by_name
-backbone = load_backbone("{name}", "embedded")
-backbone.fingerprint, shape_of(backbone), shape_by_name("{name}")
-backbone.encode_text(["a sun"]), backbone.encode_images(backbone.preprocess(Image.new("RGB", (50, 50)))[None])
+from promptfed.shared.methods.core.training import make_optimizer
+from promptfed.shared.spec.spec import TrainingSpec
+for name in {list(EMBEDDED)}:
+    backbone = load_backbone(name, "embedded")
+    backbone.fingerprint, shape_of(backbone), shape_by_name(name)
+    backbone.encode_text(["a sun"]), backbone.encode_images(backbone.preprocess(Image.new("RGB", (50, 50)))[None])
+for name in ("sgd", "adam", "adamw"):
+    part = torch.ones(2, requires_grad=True)
+    optimizer = make_optimizer([part], TrainingSpec(optimizer=name), 0.1)
+    part.sum().backward()
+    optimizer.step()
 large = ("open_clip", "torchvision", "timm", "transformers", "torch._dynamo", "scipy", "sympy", "ftfy")
 print([name for name in large if name in sys.modules])
 """

@@ -261,13 +261,6 @@ def test_what_the_global_prompts_hold_stays(backbone: Backbone, m: int) -> None:
     assert not torch.allclose(first[0] @ before[0].T, before[0] @ before[0].T, atol=1e-3), "not so in round 1"
 
 
-def test_without_projection_and_length_it_is_adam_on_fedvpt_deep(backbone: Backbone) -> None:
-    context = visual.client_context(backbone, 4, round=2, **ADAM)
-    found = method(rho=1.0, normalise=False).train(context, payload_of_fedpr(), {}).update[PROMPTS.name]
-    plain = make_method({"name": "fedvpt_deep", "m": 2})
-    assert_values(found, plain.train(context, payload_of_fedpr(), {}).update[PROMPTS.name])
-
-
 def literal_steps(backbone: Backbone, prompts: Tensor, steps: int, normalise: bool) -> Tensor:
     """Adam by hand over all images, its step through (I − QQᵀ)/√(ρ·d)."""
     split = visual.split_of(backbone, 3)
