@@ -35,7 +35,7 @@ def start(settings: Settings) -> int:
 
             return withdraw(settings)
         if settings.fingerprint:
-            from promptfed.client_service.privacy.secure import own_fingerprint
+            from promptfed.client_service.privacy.identity import own_fingerprint
 
             print(own_fingerprint(settings.state_dir))
             return Exit.OK

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -26,8 +24,10 @@ from promptfed.client_service.privacy.policy import Policy
 from promptfed.client_service.privacy.protection import unexplained
 from promptfed.client_service.privacy.secure import SecureWork, StepAnswer
 from promptfed.client_service.state.private_state import PAYLOADS, Pending
-from promptfed.client_service.training.data import TEST, TRAIN, Cancelled
-from promptfed.client_service.training.trainer import Compute, TaskWork
+from promptfed.client_service.task_watch import watched
+from promptfed.client_service.training.compute import Compute
+from promptfed.client_service.training.data import TEST, TRAIN
+from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.api.api_schemas import SpendList
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.data import DataError
@@ -41,12 +41,6 @@ from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError
 from promptfed.shared.tensors.torch_tensors import decode_place
 
-FIRST_SECONDS = 2.0  # before the first question: short tasks are over by then
-WATCH_SECONDS = 10  # that a question waits for its answer, and between two if nobody holds them back
-SHORTEST_WATCH = 0.5  # seconds from one question to the next
-GONE = (401, 403, 404, 410)  # statuses that say the same of the client or its federation
-
-Result = TypeVar("Result")
 log = logging.getLogger("promptfed.client")
 POLL_SECONDS = 15  # less than the 20 s after which many proxies end a connection on which nothing passes
 SHORTEST_POLL = 0.5  # seconds between polls where the coordinator has no task for us and says so at once
@@ -54,45 +48,6 @@ RESENDS = 3  # of one accepted update, where the coordinator asks for it again
 
 # What may be said of a failure outside: these texts name settings, tensors and classes, never a path or an image.
 TELLABLE = (NotAgreed, MethodError, BackboneError, TensorError, SpecError, BadAnswer)
-
-
-async def watched(
-    coordinator: CoordinatorClient,
-    compute: Compute,
-    task: Task,
-    job: Callable[[Cancelled], Result],
-    progress: Callable[[], float | None],
-) -> Result:
-    """The result of ``job``, which is told to stop as soon as the task is no longer this client's.
-
-    ``progress``: the part of the task's steps that is done, 0 to 1; None where it is not to be told.
-    """
-    gone = threading.Event()
-    watcher = asyncio.create_task(_watch(coordinator, task, gone, progress))
-    try:
-        return await compute.run(lambda: job(lambda: gone.is_set() or compute.stopped()))
-    finally:
-        watcher.cancel()
-
-
-async def _watch(
-    coordinator: CoordinatorClient, task: Task, gone: threading.Event, progress: Callable[[], float | None]
-) -> None:
-    # "No task" is no reason to stop: a paused federation says so too, and takes the updates of open tasks.
-    await asyncio.sleep(FIRST_SECONDS)
-    while not gone.is_set():
-        asked, pause = time.monotonic(), SHORTEST_WATCH
-        try:
-            current = await coordinator.task(WATCH_SECONDS, retry=False, carrying=task.task_id, progress=progress())
-        except Refused as refused:
-            if refused.status in GONE or refused.kind == "phase-closed":
-                gone.set()
-        except (BadAnswer, ClientError):
-            pause = WATCH_SECONDS
-        else:
-            if current is not None and current.task_id != task.task_id:
-                gone.set()
-        await asyncio.sleep(max(0.0, pause - (time.monotonic() - asked)))
 
 
 @dataclass
@@ -130,7 +85,7 @@ class TaskLoop:
         await self._send_unsent()
         while True:
             self.monitor.stage("waiting")
-            asked = time.monotonic()
+            begun = time.monotonic()
             task, self._next = self._next, None
             if task is None:
                 task = await self.coordinator.task(POLL_SECONDS)
@@ -145,7 +100,7 @@ class TaskLoop:
                     await turn.enter_async_context(self.compute.turn())
                     await self._carry_out(task, turn)
             else:
-                await asyncio.sleep(max(0.0, SHORTEST_POLL - (time.monotonic() - asked)))
+                await asyncio.sleep(max(0.0, SHORTEST_POLL - (time.monotonic() - begun)))
 
     async def _expect_whole_ledger(self) -> None:
         """Raise ClientError (LEDGER) if the ledger is an old copy, which lacks spends of this client."""
@@ -154,8 +109,8 @@ class TaskLoop:
             return
         # What this folder itself has seen comes first: a coordinator may say that it has had nothing.
         await self.compute.run(lambda: expect_head(protection.ledger, self.state))
-        told = await self.coordinator.ask(SpendList, "spends")
-        await self.compute.run(lambda: protection.ledger.expect_whole(told))
+        spends = await self.coordinator.ask(SpendList, "spends")
+        await self.compute.run(lambda: protection.ledger.expect_whole(spends))
 
     async def _carry_out(self, task: Task, turn: AsyncExitStack) -> None:
         self.monitor.task(task.round, task.phase, "training" if task.kind == "train" else "evaluating")
@@ -296,8 +251,8 @@ class TaskLoop:
         )
         main = result.splits.get(TEST)
         shifted = main is not None and nearly_one_class(main.one_answer, main.majority)
-        told = {"accuracy": learned, "zero_shot": template, "one_class": shifted}
-        self.monitor.tell("evaluated", round=task.round, rounds=task.config.rounds, **told)
+        accuracies = {"accuracy": learned, "zero_shot": template, "one_class": shifted}
+        self.monitor.tell("evaluated", round=task.round, rounds=task.config.rounds, **accuracies)
         self.monitor.stage("waiting")
         self._next = await self.coordinator.send_evaluation(task.task_id, result, POLL_SECONDS)
         self._settled.add(task.task_id)
@@ -430,5 +385,5 @@ def _limits(policy: Policy | None) -> Limits:
     """What the site's policy says of secure sums."""
     if policy is None:
         return Limits()
-    own = policy.secure_aggregation.model_dump(exclude={"require"})
-    return Limits(**{**own, "peers": frozenset(own["peers"])})
+    limits = policy.secure_aggregation.model_dump(exclude={"require"})
+    return Limits(**{**limits, "peers": frozenset(limits["peers"])})

@@ -19,13 +19,15 @@ from promptfed.client_service.joining.joining import FederationEnded, Joining
 from promptfed.client_service.joining.offer import explain
 from promptfed.client_service.joining.parts import Parts
 from promptfed.client_service.monitor import Hook, Monitor, Status
-from promptfed.client_service.serving.api import create_app, running_api
+from promptfed.client_service.serving.api import create_app
 from promptfed.client_service.serving.prediction import Predictor
+from promptfed.client_service.serving.server import running_api
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.state.site_log import SiteLog
 from promptfed.client_service.task_loop import TaskLoop
-from promptfed.client_service.training.trainer import Compute, TaskWork
+from promptfed.client_service.training.compute import Compute
+from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.machine import on_signals
 from promptfed.shared.service.streams import leave
 

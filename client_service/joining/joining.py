@@ -33,26 +33,20 @@ from promptfed.client_service.joining.offer import (
 from promptfed.client_service.joining.parts import Consent, Parts
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.privacy.agreement import Agreement, terms_of
+from promptfed.client_service.privacy.identity import identity_of
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.noisy_counts import NoisyCounts, declared_images, floor_of, states_of, what_leaves
 from promptfed.client_service.privacy.policy import Policy, SiteFacts, allows, enforce, read_policy
 from promptfed.client_service.privacy.protection import SiteProtection, own_ledger, site_facts, site_plan
-from promptfed.client_service.privacy.secure import identity_of
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.known_addresses import add_known, keep_known
 from promptfed.client_service.state.private_state import DATA, ENROLMENT, Identity, PrivateState
 from promptfed.client_service.state.trained_images import note_trained
-from promptfed.client_service.training.data import (
-    TEST,
-    TRAIN,
-    ClientData,
-    check_scales,
-    domain_of,
-    open_data,
-    split_by,
-)
-from promptfed.client_service.training.trainer import Compute, SitePrivacy, SiteRules, TaskWork, use_precision
+from promptfed.client_service.training.compute import Compute
+from promptfed.client_service.training.data import TEST, TRAIN, ClientData, check_scales, domain_of, open_data, split_by
+from promptfed.client_service.training.kernels import use_precision
+from promptfed.client_service.training.trainer import SitePrivacy, SiteRules, TaskWork
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.clip.caches import features_in
 from promptfed.shared.clip.sizes import shape_by_name

@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import BaseModel, BeforeValidator, PlainSerializer
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.earlier_sums import EarlierSum, EarlierSums, shapes_of, sketched
+from promptfed.client_service.privacy.identity import Met, identity_of, meet
+from promptfed.client_service.privacy.secure_records import (
+    AttemptAbout,
+    KeptAttempt,
+    KeptChange,
+    LastAnswer,
+    Markers,
+    OfPhase,
+)
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import SpendReport, Task, TaskKind
 from promptfed.shared.secagg import SecureError, member
-from promptfed.shared.secagg.keys import fingerprint, new_identity, public_identity
 from promptfed.shared.secagg.member import Secrets
 from promptfed.shared.secagg.messages import (
     ConfirmJob,
@@ -40,161 +46,13 @@ from promptfed.shared.secagg.messages import (
 )
 from promptfed.shared.secagg.vectors import blurred, encoded, flat_change
 from promptfed.shared.service.fault_points import point
-from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.sections import Weighting
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import arrays_of, decode, encode
 
-HexBytes = Annotated[
-    bytes,
-    BeforeValidator(lambda given: bytes.fromhex(given) if isinstance(given, str) else given),
-    PlainSerializer(bytes.hex, return_type=str),
-]
-Pair = tuple[HexBytes, HexBytes]
-"""A share of a member's seed, and one of its mask key."""
-
-KEY, PEERS = "signing.key", "peers.json"
 WORK, ATTEMPT = "secure-work.safetensors", "secure-attempt.json"
 MASKED, MARKERS = "secure-masked.safetensors", "secure-markers.json"
 STEPS: tuple[TaskKind, ...] = ("train", "share", "mask", "confirm", "unmask")
-
-
-class OfPhase(BaseModel):
-    """Something that belongs to one phase of one round."""
-
-    round: int
-    phase: str
-
-    def is_of(self, other: Task | OfPhase) -> bool:
-        """Whether both belong to the same phase of the same round."""
-        return (self.round, self.phase) == (other.round, other.phase)
-
-
-class KeptChange(OfPhase):
-    """The metadata of a kept change; ``shapes`` are the payload's, ``length`` is that of the change."""
-
-    payload: str
-    shapes: str = ""
-    length: float = 0.0
-    provenance: TensorOrigin
-    privacy: Annotated[SpendReport | None, left_out()] = None
-
-
-class AttemptAbout(OfPhase):
-    """What an attempt is about, as this client's entry in the roster says it (`Entry`)."""
-
-    federation_id: str
-    attempt: int
-    samples: int
-    payload_sha256: str
-    terms: str
-
-
-class LastAnswer(BaseModel):
-    """For which task the last answer is."""
-
-    task_id: str
-    kind: TaskKind
-
-
-class KeptAttempt(BaseModel):
-    """One attempt at a sum: its keys, every answer so far, and what later steps need of earlier ones.
-
-    Attributes:
-        answers: the body of each step's answer; that of ``mask`` is a file of its own.
-        accepted: steps whose answer the coordinator is known to have.
-        last: the answer that may be under way.
-        roster: as the coordinator told it in step ``share``.
-        own: the shares that this client holds of its own secrets.
-        held: the shares that it holds of each member's secrets, by the member's place.
-        sharing: the places of all who have shared.
-        confirm: the lists that step ``confirm`` told.
-    """
-
-    about: AttemptAbout
-    secrets: dict[str, HexBytes]
-    answers: dict[TaskKind, str]
-    accepted: list[TaskKind] = []
-    last: LastAnswer | None = None
-    roster: str = ""
-    own: Pair | None = None
-    held: dict[int, Pair] = {}
-    sharing: list[int] = []
-    confirm: str = ""
-
-
-class Markers(BaseModel):
-    """What outlives every attempt.
-
-    Attributes:
-        revealed: by phase, the attempt for which shares were revealed, and the digest of the list of who counts.
-        payloads: by digest, the phase for which a payload was served.
-        round: the last round that was trained for.
-    """
-
-    revealed: dict[str, tuple[int, str]] = {}
-    payloads: dict[str, str] = {}
-    round: int = 0
-
-
-def identity_of(state: PrivateState) -> bytes:
-    """The private Ed25519 key of this folder's client, made and written down when it is asked for first.
-
-    Raises:
-        ClientError: STATE where it is damaged.
-    """
-    known = state.read_note(KEY)
-    if known is None:
-        known = new_identity().hex()
-        state.write_note(KEY, known)
-    try:
-        return bytes.fromhex(known)
-    except ValueError:
-        raise state.damaged(KEY) from None
-
-
-def own_fingerprint(folder: Path) -> str:
-    """``ed25519:…`` of the client whose state is in ``folder``, also while that client runs.
-
-    Raises:
-        ClientError: STATE where the folder cannot be used.
-    """
-    try:
-        private = bytes.fromhex((folder / KEY).read_text())  # without the lock, which a client at work has
-    except (OSError, ValueError):
-        state = PrivateState(folder)
-        try:
-            private = identity_of(state)
-        finally:
-            state.close()
-    return fingerprint(public_identity(private))
-
-
-@dataclass(frozen=True)
-class Met:
-    """How many of the other members of a secure sum this client knows.
-
-    ``new``: never met before. ``listed``: among the fingerprints of its owner's policy.
-    """
-
-    round: int
-    members: int
-    new: int
-    listed: int
-
-    def as_dict(self) -> dict[str, int]:
-        """As JSON."""
-        return asdict(self)
-
-
-def meet(state: PrivateState, others: Iterable[str], round: int, listed: frozenset[str]) -> Met:
-    """Note the identity keys (hex) of a sum's ``others``, each with the first round in which it was met."""
-    known = state.read_as(PEERS, dict[str, int]) or {}
-    here = sorted(fingerprint(bytes.fromhex(key)) for key in others)
-    new = [peer for peer in here if peer not in known]
-    if new:
-        state.write_as(PEERS, known | dict.fromkeys(new, round))
-    return Met(round, len(here), len(new), sum(peer in listed for peer in here))
 
 
 @dataclass(frozen=True)
@@ -313,21 +171,21 @@ class SecureWork:
             return self._answer(attempt, task)
         if attempt is not None and attempt.about.is_of(task) and attempt.about.attempt >= task.secure.attempt:
             raise Failure("bad-roster", f"attempt {task.secure.attempt} is over, or asked otherwise than before")
-        own = Secrets.fresh(identity_of(self._state))
-        secrets = {"mask_key": own.mask_key, "share_key": own.share_key, "seed": own.seed}
+        fresh = Secrets.fresh(identity_of(self._state))
+        secrets = {"mask_key": fresh.mask_key, "share_key": fresh.share_key, "seed": fresh.seed}
         limits = self._limits if self._limits != Limits() else None
-        body = member.signed_entry(own, about.model_dump()).model_copy(update={"limits": limits}).model_dump_json()
+        body = member.signed_entry(fresh, about.model_dump()).model_copy(update={"limits": limits}).model_dump_json()
         answer = self._answer(KeptAttempt(about=about, secrets=secrets, answers={"train": body}), task)
         point("keys-written")
         return answer
 
     # Steps 1 to 4
 
-    def answer(self, task: Task, told: bytes | Path) -> StepAnswer:
-        """The answer to a later step, of what it is ``told``: computed once, on the disk before it is returned.
+    def answer(self, task: Task, payload: bytes | Path) -> StepAnswer:
+        """The answer to a later step, of its task's ``payload``: computed once, on the disk before it is returned.
 
         Raises:
-            Failure: what was told cannot be of a sum that this client takes part in; nothing was computed.
+            Failure: the payload cannot be of a sum that this client takes part in; nothing was computed.
         """
         assert task.secure is not None
         attempt = self._attempt()
@@ -341,7 +199,7 @@ class SecureWork:
             raise Failure("bad-roster", f"step {task.kind} is asked for before step {before} was answered")
         steps = {"share": self._share, "mask": self._mask, "confirm": self._confirm, "unmask": self._unmask}
         try:
-            content = told if isinstance(told, bytes) else told.read_bytes()
+            content = payload if isinstance(payload, bytes) else payload.read_bytes()
             attempt.answers[task.kind] = steps[task.kind](attempt, task, content)
         except SecureError as error:
             raise Failure(error.kind, str(error)) from None
@@ -351,19 +209,19 @@ class SecureWork:
         point(f"{task.kind}-written")
         return answer
 
-    def _share(self, attempt: KeptAttempt, task: Task, told: bytes) -> str:
-        attempt.roster = told.decode()
-        roster, place, own = self._read(attempt, task)
+    def _share(self, attempt: KeptAttempt, task: Task, payload: bytes) -> str:
+        attempt.roster = payload.decode()
+        roster, place, secrets = self._read(attempt, task)
         self._expect_apart(task, roster, roster.entries)
-        answer, attempt.own = member.share_secrets(own, roster, place)
+        answer, attempt.own = member.share_secrets(secrets, roster, place)
         others = (entry.identity_key for other, entry in roster.entries.items() if other != place)
         self.met = meet(self._state, others, task.round, self._limits.peers)
         return answer.model_dump_json()
 
-    def _mask(self, attempt: KeptAttempt, task: Task, told: bytes) -> str:
-        roster, place, own = self._read(attempt, task)
-        job = MaskJob.model_validate_json(told)
-        received = member.open_boxes(own, roster, place, job, self._least(task))
+    def _mask(self, attempt: KeptAttempt, task: Task, payload: bytes) -> str:
+        roster, place, secrets = self._read(attempt, task)
+        job = MaskJob.model_validate_json(payload)
+        received = member.open_boxes(secrets, roster, place, job, self._least(task))
         assert attempt.own is not None
         attempt.held = {place: attempt.own, **received}
         attempt.sharing = job.sharing
@@ -372,25 +230,25 @@ class SecureWork:
             raise SecureError("bad-roster", "the change that this attempt is about is not here any more")
         self._expect_apart(task, roster, job.sharing)
         vector = encoded(tensors["change"].numpy(), roster.weights[place])
-        masked = member.mask_vector(own, roster, place, job.sharing, vector.view(np.uint64))
+        masked = member.mask_vector(secrets, roster, place, job.sharing, vector.view(np.uint64))
         about = {"roster_sha256": roster.sha256.hex(), **kept.model_dump(include={"privacy"})}
         self._state.write_file(MASKED, encode({"masked": torch.from_numpy(masked.view(np.int64))}, about))
         self._note_sum(attempt)
         return ""
 
-    def _confirm(self, attempt: KeptAttempt, task: Task, told: bytes) -> str:
-        roster, place, own = self._read(attempt, task)
-        job = ConfirmJob.model_validate_json(told)
-        answer = member.confirm_list(own, roster, place, attempt.sharing, job, self._least(task))
+    def _confirm(self, attempt: KeptAttempt, task: Task, payload: bytes) -> str:
+        roster, place, secrets = self._read(attempt, task)
+        job = ConfirmJob.model_validate_json(payload)
+        answer = member.confirm_list(secrets, roster, place, attempt.sharing, job, self._least(task))
         self._expect_apart(task, roster, job.alive, final=True)
         self._note_sum(attempt, [roster.entries[alive].identity_key for alive in job.alive])
-        attempt.confirm = told.decode()
+        attempt.confirm = payload.decode()
         return answer.model_dump_json()
 
-    def _unmask(self, attempt: KeptAttempt, task: Task, told: bytes) -> str:
+    def _unmask(self, attempt: KeptAttempt, task: Task, payload: bytes) -> str:
         roster, place, _ = self._read(attempt, task)
         confirm = ConfirmJob.model_validate_json(attempt.confirm)
-        answer = member.reveal_shares(roster, place, confirm, attempt.held, UnmaskJob.model_validate_json(told))
+        answer = member.reveal_shares(roster, place, confirm, attempt.held, UnmaskJob.model_validate_json(payload))
         markers = self._markers()
         mark = attempt.about.attempt, alive_digest([roster.hashes[alive] for alive in confirm.alive])
         if markers.revealed.setdefault(_name(task), mark) != mark:
@@ -428,8 +286,8 @@ class SecureWork:
         spec = task.config.secure_aggregation
         assert spec is not None
         signed = KeysAnswer.model_validate_json(attempt.answers["train"])
-        told = RosterMessage.model_validate_json(attempt.roster)
-        roster = read_roster(told, signed, spec, self._least(task).minimum, _weighting(task))
+        message = RosterMessage.model_validate_json(attempt.roster)
+        roster = read_roster(message, signed, spec, self._least(task).minimum, _weighting(task))
         place = roster.place_of(signed.entry)
         member.expect_roster(roster, place, self._limits)
         return roster, place, Secrets(identity_of(self._state), **attempt.secrets)

@@ -97,13 +97,13 @@ class ClientData:
         """
         names = self.tests[which].class_names if which in self.tests else self.class_names
         check_classes(names, label_space)
-        own = self._splits[which].labels
+        labels = self._splits[which].labels
         ahead = ReadAhead(
             lambda row: self._image(self._splits[which], row),
             lambda row: self._held.find(self._key(self._splits[which], row)),
         )
         return LocalSplit(
-            placed(own, names, label_space),
+            placed(labels, names, label_space),
             lambda: self.features(which),
             lambda rows: self._sent(ahead.take(rows.tolist())),
             lambda: self.features(which, raw=True),
@@ -142,8 +142,8 @@ class ClientData:
 
     def labelled_hash(self, which: str) -> str:
         """SHA-256 (hex) of a split's images and labels in order: what an accuracy is of."""
-        told = f"{self.images_hash(which)} {self._splits[which].labels.tolist()}"
-        return hashlib.sha256(told.encode()).hexdigest()
+        labelled = f"{self.images_hash(which)} {self._splits[which].labels.tolist()}"
+        return hashlib.sha256(labelled.encode()).hexdigest()
 
     def count(self, which: str) -> int:
         """Images in a split."""
@@ -289,11 +289,11 @@ def in_domain(source: Source, name: str, words: str | None = None) -> Source:
     Raises:
         DataError: the words cannot describe a domain.
     """
-    own = source.domain.name if source.domain is not None and source.domain.name else name
+    domain_name = source.domain.name if source.domain is not None and source.domain.name else name
     if words is not None:
-        return replace(source, domain=ImageDomain(own, in_words(words)))
+        return replace(source, domain=ImageDomain(domain_name, in_words(words)))
     if source.domain is not None and not source.domain.name:
-        return replace(source, domain=ImageDomain(own, source.domain.description))
+        return replace(source, domain=ImageDomain(domain_name, source.domain.description))
     return source
 
 
@@ -337,13 +337,13 @@ def domain_of(source: Source) -> messages.Domain | None:
         raise ClientError(Exit.BAD_INPUT, " ".join(text.split())) from None
 
 
-def check_classes(own: tuple[str, ...], label_space: tuple[str, ...]) -> None:
+def check_classes(class_names: tuple[str, ...], label_space: tuple[str, ...]) -> None:
     """Refuse classes that the federation does not know.
 
     Raises:
         ClientError: BAD_INPUT, naming them.
     """
-    unknown = sorted(set(own) - set(label_space))
+    unknown = sorted(set(class_names) - set(label_space))
     if unknown:
         names = shortened(map(repr, unknown))
         text = f"the federation does not know the classes {names} of the data: rename or leave out their images"

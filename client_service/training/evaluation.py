@@ -65,26 +65,28 @@ class Evaluation:
             self._templates[key] = made(context)
         return self._templates[key]
 
-    def contexts(self, own: ClientContext, template: str | None) -> Iterator[tuple[str, ClientContext]]:
+    def contexts(self, evaluated: ClientContext, template: str | None) -> Iterator[tuple[str, ClientContext]]:
         """Each test set that holds images, with its candidates and its template (the spec's, where it has one)."""
         if self.data.count(TEST):
-            yield TEST, own
+            yield TEST, evaluated
         for name, test in self.data.tests.items():
             if self.data.count(name):
-                names = own.class_names if set(test.class_names) == set(own.class_names) else test.class_names
-                yield name, replace(own, class_names=names, template=template or test.template)
+                names = (
+                    evaluated.class_names if set(test.class_names) == set(evaluated.class_names) else test.class_names
+                )
+                yield name, replace(evaluated, class_names=names, template=template or test.template)
 
     def run(
         self,
         method: Method,
-        own: ClientContext,
+        evaluated: ClientContext,
         payload: Tensors,
         private: Tensors,
         main: Classifier,
         template: str | None,
         measured: Callable[[str], bool] = lambda name: True,
     ) -> tuple[Results, Results]:
-        """Accuracies by split (and ``split@variant``) and the template's; ``main`` is the classifier of ``own``.
+        """Accuracies by split (and ``split@variant``) and the template's; ``main`` is the classifier of ``evaluated``.
 
         ``measured``: of which test sets.
 
@@ -94,12 +96,12 @@ class Evaluation:
         zero_shot: Results = {}
         made: dict[tuple[str, ...], dict[str, Classifier]] = {}
         with torch.no_grad():
-            for name, context in self.contexts(own, template):
+            for name, context in self.contexts(evaluated, template):
                 if not measured(name):
                     continue
                 names = context.class_names
                 if names not in made:
-                    if names == own.class_names:
+                    if names == evaluated.class_names:
                         first = main
                     elif isinstance(main, Retargets):
                         first = main.among(context)
@@ -114,11 +116,11 @@ class Evaluation:
                     zero_shot |= _there(name, self._measure_template(name, context, by_template))
         return splits, zero_shot
 
-    def zero_shot_keys(self, own: ClientContext, template: str | None) -> dict[str, str]:
+    def zero_shot_keys(self, evaluated: ClientContext, template: str | None) -> dict[str, str]:
         """By test set: what the template's accuracy on it depends on, its images, labels, names and the template."""
         return {
             name: canonical_json([self.data.labelled_hash(name), _template_key(context)])
-            for name, context in self.contexts(own, template)
+            for name, context in self.contexts(evaluated, template)
         }
 
     def mixture(self, classifier: Classifier, context: ClientContext) -> dict[str, float]:
@@ -145,9 +147,9 @@ class Evaluation:
         predicted, confidence, probabilities = answers(classifier, test, context.cancelled)
         if self.record is not None:
             split = name + VARIANT + variant if variant else name
-            told = tuple(test.labels.tolist()), tuple(predicted.tolist()), tuple(confidence.tolist())
+            columns = tuple(test.labels.tolist()), tuple(predicted.tolist()), tuple(confidence.tolist())
             images, area = self.data.images_hash(name), mean_auroc(test.labels, probabilities)
-            self.record(Outcomes(context.round, self.client, split, context.class_names, *told, images, area))
+            self.record(Outcomes(context.round, self.client, split, context.class_names, *columns, images, area))
         right = predicted == test.labels
         computed: dict[str, Callable[[], float | None]] = {
             "ece": lambda: calibration_error(confidence, right),
@@ -195,11 +197,11 @@ def answers(
     Raises:
         TaskCancelled: ``cancelled`` became true.
     """
-    told = []
+    batches = []
     for logits in logits_of(classifier, split, cancelled):
         shares = torch.softmax(logits.double(), dim=-1)
-        told.append((logits.argmax(dim=-1).cpu(), shares.amax(dim=-1).cpu(), shares.float().cpu()))
-    predicted, confidence, probabilities = (torch.cat(parts) for parts in zip(*told, strict=True))
+        batches.append((logits.argmax(dim=-1).cpu(), shares.amax(dim=-1).cpu(), shares.float().cpu()))
+    predicted, confidence, probabilities = (torch.cat(parts) for parts in zip(*batches, strict=True))
     return predicted, confidence, probabilities
 
 

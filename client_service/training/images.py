@@ -58,9 +58,9 @@ class ImageCache:
         size = image.numel() * image.element_size()
         with self._turn:
             self._settle()
-            known = self._images.get(key)
-            if known is not None or self._bytes + size > self._max_bytes:
-                return known
+            kept = self._images.get(key)
+            if kept is not None or self._bytes + size > self._max_bytes:
+                return kept
             self._images[key] = image
             self._bytes += size
         weakref.finalize(image, self._released.append, size).atexit = False

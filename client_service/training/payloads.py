@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from promptfed.client_service.privacy.agreement import ROUNDS
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.interface import ClientInfo, Method, MethodError, Phase, ServerContext
@@ -64,11 +61,3 @@ def phase_of(method: Method, round: int, rounds: int, name: str) -> Phase:
         if phase.name == name:
             return phase
     raise MethodError(f"round {round} of {rounds} of {method.name} has no phase {name!r}")
-
-
-def as_sent(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """In float32, whatever the backbone's precision, or in bfloat16 if the phase's ``dtype`` asks for it."""
-    tensor = tensor.detach().cpu()
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.bfloat16() if dtype == torch.bfloat16 else tensor.float()

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from promptfed.client_service.exits import Failure
@@ -37,26 +30,24 @@ from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.state.private_state import PrivateState, Serving, TensorOrigin, keep_round, select_round
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
-from promptfed.client_service.training.payloads import as_sent, check_payload, known_sizes, phase_of
+from promptfed.client_service.training.kernels import torch_settings
+from promptfed.client_service.training.payloads import check_payload, known_sizes, phase_of
+from promptfed.client_service.training.updates import made_body, sent
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
-from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig, UpdateMetadata
+from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, Method, MethodError, Phase, TrainResult
+from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, Method, MethodError, Phase
 from promptfed.shared.methods.core.objectives import Protection
 from promptfed.shared.metrics import Record
 from promptfed.shared.privacy.noise import Noise, SecretNoise
-from promptfed.shared.seeds import derive_seed
 from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError, Tensors
-from promptfed.shared.tensors.compression import compressed, subtracted
-from promptfed.shared.tensors.torch_tensors import DTYPES, arrays_of, decode_place, encode, state_hash, tensors_of
+from promptfed.shared.tensors.torch_tensors import decode_place, state_hash
 
 log = logging.getLogger("promptfed.client")
 ServedParts = tuple[Method, ClientContext, Tensors, Tensors]  # method, context, payload, private state
-STOP_SECONDS = 2.5  # how long a stop waits for the running job to notice
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -76,91 +67,10 @@ class SitePrivacy:
 
 @dataclass(frozen=True)
 class SiteRules:
-    """The site's policy, with what the federation ``asked`` of the site when it enrolled; empty without a policy."""
+    """The site's policy, with the ``facts`` that it was held against when the site enrolled; empty without a policy."""
 
     policy: Policy | None = None
-    asked: SiteFacts | None = None
-
-
-class _Deterministic:
-    """Deterministic kernels, while a task that asks for them runs. Torch has one switch for all threads of a process.
-
-    Other tasks that run meanwhile have them too: they are slower, and as right.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tasks = 0
-        self._before = False
-
-    @contextmanager
-    def asked(self) -> Iterator[None]:
-        """For the length of one task."""
-        with self._lock:
-            if not self._tasks:
-                self._before = torch.are_deterministic_algorithms_enabled()
-                torch.use_deterministic_algorithms(True)
-            self._tasks += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._tasks -= 1
-                if not self._tasks:
-                    torch.use_deterministic_algorithms(self._before)
-
-
-_deterministic = _Deterministic()
-
-
-@contextmanager
-def torch_settings(context: ClientContext) -> Iterator[None]:
-    """The spec's number of threads. On a GPU also the precision of products and the kernels that the spec asks for."""
-    training = context.training
-    torch.set_num_threads(training.threads)
-    if context.backbone.device.type == "cpu":
-        yield
-        return
-    with _deterministic.asked() if training.deterministic else nullcontext():
-        use_precision(context.backbone.device, training.tf32)
-        yield
-
-
-def use_precision(device: torch.device, tf32: bool) -> None:
-    """On a GPU: multiply float32 numbers exactly, or in TF32. It holds for the process, and features depend on it."""
-    if device.type != "cpu":
-        # Torch's own defaults differ: products are exact, and convolutions are not.
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = tf32
-
-
-def made_body(
-    task: Task,
-    client: str,
-    trained: Trained,
-    payload: bytes | Path,
-) -> bytes:
-    """The body of an update."""
-    about = UpdateMetadata(
-        task_id=task.task_id,
-        payload_sha256=task.payload.sha256,
-        metrics=dict(trained.metrics),
-        privacy=trained.spent,
-    )
-    return encode(encoded(task, client, trained.update, payload), about.model_dump())
-
-
-def encoded(task: Task, client: str, update: Tensors, payload: bytes | Path) -> Tensors:
-    """The tensors to send: with compression, the encoded change from the payload.
-
-    Draws follow from the task, so that a repetition sends the same bytes.
-    """
-    up = task.config.compression.up
-    if up == "none":
-        return update
-    changes = subtracted(arrays_of(update), arrays_of(decode_place(payload)[0]))
-    seed = derive_seed(task.config.seed, "compression", task.round, task.phase, client)
-    return tensors_of(compressed(changes, up, np.random.default_rng(seed)))
+    facts: SiteFacts | None = None
 
 
 @dataclass
@@ -194,11 +104,11 @@ class TaskWork:
     def train(self, task: Task, payload: bytes | Path, cancelled: Cancelled) -> dict[str, float]:
         """Train from committed state and leave the update in ``state.pending()``; its metrics. Raises as `trained`."""
 
-        def asked_between_steps() -> bool:
+        def cancelled_between_steps() -> bool:
             point("training-step")
             return cancelled()
 
-        trained = self.trained(task, payload, asked_between_steps)
+        trained = self.trained(task, payload, cancelled_between_steps)
         body = made_body(task, self.name, trained, payload)
         self.state.write_pending(body, trained.private, trained.provenance)
         point("pending-written")
@@ -223,7 +133,7 @@ class TaskWork:
         with unexplained(self.hides_failures), torch_settings(context):
             private, peers = self._prepared(method, context, task.config.peers)
             result = method.train(context, tensors, private)
-            update = _sent(phase, result)
+            update = sent(phase, result)
         if protection is not None and not protection.used:
             raise Failure("training-failed", f"{method.name} trained without the protection that it promises")
         seconds = round(time.monotonic() - started, 3)
@@ -248,8 +158,8 @@ class TaskWork:
             Failure: the budget is exhausted, the data have changed, or private tensors were trained without noise.
         """
         site = self.protection
-        asked = task.config.privacy
-        if (site is not None) != (asked is not None and asked.protects_records):
+        privacy = task.config.privacy
+        if (site is not None) != (privacy is not None and privacy.protects_records):
             raise Failure("terms-changed", "the task's privacy is not what this client enrolled for")
         if site is None:
             return None
@@ -291,25 +201,25 @@ class TaskWork:
             self.state.save_serving(serving)
         if self.withholds:
             return EvaluationRequest(splits={}, withheld=True)
-        kept = self.privacy.counts.kept(task) if self.privacy.counts is not None else None
-        if kept is not None:
-            return kept
+        answer = self.privacy.counts.kept(task) if self.privacy.counts is not None else None
+        if answer is not None:
+            return answer
         floor, patients = self.privacy.floor, self.data.patients
-        told = {
+        tests = {
             name
             for name in (TEST, *self.data.tests)
             if selection is None or (name == selection.split) is (task.selected is None)
         }
         if floor > 1:
-            told = self._admitted(serving, told, None if task.selected is not None else task.round)
-            if not told:
+            tests = self._admitted(serving, tests, None if task.selected is not None else task.round)
+            if not tests:
                 return EvaluationRequest(splits={}, withheld=True)
         with torch_settings(served.context):
             splits, zero_shot = self.evaluation.run(
                 *parts,
                 served.classifier,
                 task.config.template,
-                told.__contains__,
+                tests.__contains__,
             )
             splits, zero_shot = (large_enough(results, floor, patients) for results in (splits, zero_shot))
             metrics = {}
@@ -323,12 +233,12 @@ class TaskWork:
         splits, zero_shot = (floored(results, floor, patients) for results in (splits, zero_shot))
         return EvaluationRequest(splits=splits, zero_shot=zero_shot, metrics=metrics)
 
-    def _admitted(self, serving: Serving, asked: set[str], round: int | None) -> set[str]:
-        """Those of the ``asked`` test sets that may answer this state: all that its classifiers depend on."""
+    def _admitted(self, serving: Serving, tests: set[str], round: int | None) -> set[str]:
+        """Those of the ``tests`` sets that may answer this state: all that its classifiers depend on."""
         tensors, _ = decode_place(serving.payload)
         private, _ = self.state.committed()
         state = canonical_json([state_hash(tensors), state_hash(private), serving.config.model_dump(mode="json")])
-        images = {name: self.data.images_hash(name) for name in sorted(asked) if self.data.count(name)}
+        images = {name: self.data.images_hash(name) for name in sorted(tests) if self.data.count(name)}
         most, every = self.privacy.states, self.agreement.consent.terms.evaluate_every
         answered = AnsweredStates(self.state, most, self.agreement.last_round, every)
         admitted = answered.admitted(images, hashlib.sha256(state.encode()).hexdigest(), round)
@@ -353,10 +263,10 @@ class TaskWork:
 
         None: an answer is about to leave, whose task it has allowed; what has changed since is the day.
         """
-        if self.rules.policy is None or self.rules.asked is None:
+        if self.rules.policy is None or self.rules.facts is None:
             return
         images = self.data.count(TRAIN if self.role == "trainer" else TEST)
-        now = replace(self.rules.asked, today=datetime.now(UTC).date(), images=images)
+        now = replace(self.rules.facts, today=datetime.now(UTC).date(), images=images)
         if task is not None:
             now = facts_of_task(task, now)
         for offence in refusals(self.rules.policy, now):
@@ -425,65 +335,6 @@ class TaskWork:
         return private, digest
 
 
-def _sent(phase: Phase, result: TrainResult) -> Tensors:
-    """The update as it is sent. Raises MethodError if it is not finite."""
-    dtypes = {spec.name: DTYPES[spec.dtype] for spec in phase.up}
-    update = {name: as_sent(tensor, dtypes.get(name)) for name, tensor in result.update.items()}
-    for name, tensor in update.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise MethodError(f"the trained tensor {name!r} holds NaN or infinity: lower training.learning_rate")
-    return update
-
-
 def _digest(peers: list[Peer]) -> str:
     ordered = sorted((peer.model_dump(mode="json") for peer in peers), key=lambda peer: str(peer["name"]))
     return hashlib.sha256(canonical_json(ordered).encode()).hexdigest()
-
-
-class Compute:
-    """Runs jobs in ``executor``, or in one thread of its own. Jobs ask `stopped` between their steps.
-
-    Clients that share an executor share ``turns`` too: who has none neither fetches a payload nor watches its task.
-    """
-
-    def __init__(self, executor: Executor | None = None, turns: asyncio.Semaphore | None = None):
-        self._own = ThreadPoolExecutor(1, "compute") if executor is None else None
-        self._executor = executor or self._own
-        self._stop = threading.Event()
-        self._job: asyncio.Future[Any] | None = None
-        self._turns = turns
-
-    def turn(self) -> AbstractAsyncContextManager[object]:
-        """A block that carries out one task; it begins when it is this client's turn."""
-        return self._turns or nullcontext()
-
-    async def run(self, job: Callable[[], Result]) -> Result:
-        """The job's result. Cancelling waits a little for the job to notice that it is to stop."""
-        future = asyncio.get_running_loop().run_in_executor(self._executor, job)
-        self._job = future
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait({future}, timeout=STOP_SECONDS)
-            if future.done() and not future.cancelled():
-                future.exception()  # looked at, so that asyncio does not warn of it
-            raise
-
-    def stop(self) -> None:
-        """Tell the running job to end; call it before cancelling `run`."""
-        self._stop.set()
-
-    def stopped(self) -> bool:
-        """Whether jobs are to end."""
-        return self._stop.is_set()
-
-    @property
-    def busy(self) -> bool:
-        """Whether a job still runs that a stop could not wait for."""
-        return self._job is not None and not self._job.done()
-
-    def close(self) -> None:
-        """No further job; a thread of our own ends after the one that runs."""
-        self.stop()
-        if self._own is not None:
-            self._own.shutdown(wait=False, cancel_futures=True)

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from fastapi import Request, Response
 
-from promptfed.client_service import task_loop
+from promptfed.client_service import task_watch
 from promptfed.client_service.exits import Exit
 from promptfed.client_service.joining.parts import Parts
 from promptfed.client_service.settings import Settings, make_settings
@@ -30,14 +30,14 @@ LONG = TrainingSpec(epochs=10_000, batch_size=1, learning_rate=1e-4).model_dump(
 
 @pytest.fixture(autouse=True)
 def asks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_loop, "FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(task_loop, "SHORTEST_WATCH", 0.05)
+    monkeypatch.setattr(task_watch, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(task_watch, "SHORTEST_WATCH", 0.05)
 
 
 def test_a_cancelled_federation_stops_training_while_the_question_is_held_back(
     tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_loop, "WATCH_SECONDS", 60)  # longer than this test: no second question can tell it
+    monkeypatch.setattr(task_watch, "WATCH_SECONDS", 60)  # longer than this test: no second question can tell it
     spec = {
         "rounds": 1, "training": LONG, "backbone": {"model": tiny.MODEL, "pretrained": tiny.PRETRAINED},
         "method": {"name": "promptfl", "m": 4},

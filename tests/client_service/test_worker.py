@@ -21,7 +21,7 @@ import torch
 from fastapi import Request, Response
 from torch import Tensor
 
-from promptfed.client_service import task_loop
+from promptfed.client_service import task_loop, task_watch
 from promptfed.client_service import worker as worker_module
 from promptfed.client_service.__main__ import main
 from promptfed.client_service.exits import ClientError, Exit, Failure
@@ -29,13 +29,14 @@ from promptfed.client_service.http import connection
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.monitor import EventJsonLines, EventTextLines, Monitor, Status, sentence
 from promptfed.client_service.privacy.agreement import ANSWERS, FILE
+from promptfed.client_service.privacy.identity import meet, own_fingerprint
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.protection import PrivacyPlan, SiteProtection
-from promptfed.client_service.privacy.secure import SecureWork, StepAnswer, Trained, meet, own_fingerprint
+from promptfed.client_service.privacy.secure import SecureWork, StepAnswer, Trained
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.client_service.task_loop import TaskLoop
-from promptfed.client_service.training import trainer
+from promptfed.client_service.training import compute
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError, Source, Split
@@ -282,8 +283,8 @@ def test_a_withdrawn_client_ends(make: Make) -> None:
 
 
 def test_training_stops_when_the_task_is_no_longer_ours(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_loop, "FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(task_loop, "WATCH_SECONDS", 0)
+    monkeypatch.setattr(task_watch, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(task_watch, "WATCH_SECONDS", 0)
     coordinator = make.coordinator(rounds=1, training=LONG)
     events = []
     worker = make.worker(coordinator, hook=lambda event, facts: events.append(event))
@@ -324,8 +325,8 @@ def test_a_stop_ends_training_and_polls_at_once(make: Make, settings: Settings, 
 
 
 def test_a_client_that_is_withdrawn_while_it_trains_stops(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_loop, "FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(task_loop, "WATCH_SECONDS", 0)
+    monkeypatch.setattr(task_watch, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(task_watch, "WATCH_SECONDS", 0)
     coordinator = make.coordinator(rounds=1, training=LONG)
     worker = make.worker(coordinator)
 
@@ -386,7 +387,7 @@ class Stuck(FeatureCache):
 def test_a_computation_that_does_not_stop_is_left_behind(
     make: Make, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(compute, "STOP_SECONDS", 0.1)
     stuck = Stuck(tmp_path / "features")
     worker = make.worker(make.coordinator(), features=stuck)
 
@@ -589,9 +590,7 @@ def test_a_traceback_that_another_handler_has_formatted_is_cleaned_too() -> None
 
 # What leaves a client with secure sums: never an update in the clear, and no masked change that is not paid for.
 
-
 EVENT = PrivacyEvent(mechanism="gaussian", q=0.25, z=2.0, count=4)
-
 
 SPENT = SpendReport(events=[EVENT], epsilon=1.0, delta=1e-3, noise="seeded")
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from promptfed.client_service.privacy.secure import identity_of
+from promptfed.client_service.privacy.identity import identity_of
 from promptfed.shared.messages import Task
 from promptfed.shared.secagg.keys import fingerprint, is_identity, new_identity, public_identity, sign
 from promptfed.shared.secagg.messages import KeysAnswer, Limits, SharesAnswer, UnmaskAnswer, too_heavy

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from promptfed.client_service.privacy.secure import identity_of
+from promptfed.client_service.privacy.identity import identity_of
 from promptfed.shared.secagg import member, opening
 from promptfed.shared.secagg.keys import fingerprint, new_identity, public_identity, sign
 from promptfed.shared.secagg.masks import Words, pair_mask, self_mask

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from promptfed.client_service.exits import Failure
-from promptfed.client_service.privacy.secure import SecureWork, Trained, identity_of
+from promptfed.client_service.privacy.identity import identity_of
+from promptfed.client_service.privacy.secure import SecureWork, Trained
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import PayloadRef, SecurePart, Task, TaskConfig
 from promptfed.shared.secagg import member, messages, opening

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 
 from promptfed.client_service.exits import Failure
-from promptfed.client_service.privacy.secure import SecureWork, Trained, identity_of
+from promptfed.client_service.privacy.identity import identity_of
+from promptfed.client_service.privacy.secure import SecureWork, Trained
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import EnrolRequest, SpendReport, Task
 from promptfed.shared.secagg.keys import public_identity, sign

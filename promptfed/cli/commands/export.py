@@ -146,7 +146,7 @@ def serve(
 
 
 async def _serve(api: FastAPI, host: str, port: int) -> None:
-    from promptfed.client_service.serving.api import running_api
+    from promptfed.client_service.serving.server import running_api
 
     stopped = asyncio.Event()
     on_signals(asyncio.get_running_loop(), lambda number: stopped.set())

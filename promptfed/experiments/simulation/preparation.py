@@ -18,7 +18,7 @@ import torch
 
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.training.data import check_scales, in_domain
-from promptfed.client_service.training.trainer import use_precision
+from promptfed.client_service.training.kernels import use_precision
 from promptfed.experiments.simulation.processes import Processes, SimulatedClient, fill, images_of
 from promptfed.runtime.processes import Site
 from promptfed.runtime.run_file import check_trainers, completed, with_own_classes

@@ -19,7 +19,7 @@ from PIL import Image
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.monitor import Monitor, Status
-from promptfed.client_service.serving import api, prediction
+from promptfed.client_service.serving import image_bodies, prediction, server
 from promptfed.client_service.serving.api import create_app
 from promptfed.client_service.serving.prediction import Predictor, read_image
 from promptfed.client_service.settings import Settings, make_settings
@@ -151,7 +151,7 @@ def test_a_truncated_image_is_refused(serving: Worker) -> None:
 
 
 def test_a_body_that_is_too_large_is_refused(serving: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "MAX_IMAGE_BYTES", 1000)
+    monkeypatch.setattr(image_bodies, "MAX_IMAGE_BYTES", 1000)
     answer = call(serving, "POST", "/v1/predict", content=b"x" * 1001)
     assert answer.status_code == 413
     assert answer.json()["type"].endswith("/too-large")
@@ -310,7 +310,7 @@ def test_what_the_coordinator_s_connections_refuse_this_api_s_refuse_too(
             writer.close()
 
     async def main() -> list[bytes]:
-        async with api.running_api(app, "127.0.0.1", 0) as address:
+        async with server.running_api(app, "127.0.0.1", 0) as address:
             port = int(address.rsplit(":", 1)[1])
             for _ in range(3000):
                 with contextlib.suppress(ConnectionRefusedError):
@@ -347,7 +347,8 @@ async def opened(worker: Worker) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]
         yield http, app
 
 
-ONE = {"Content-Type": api.IMAGE_TYPE}
+KIND = image_bodies.IMAGE_TYPE
+ONE = {"Content-Type": KIND}
 
 
 async def slowly(parts: int, seconds: float) -> AsyncIterator[bytes]:
@@ -358,8 +359,8 @@ async def slowly(parts: int, seconds: float) -> AsyncIterator[bytes]:
 
 def test_bodies_have_a_deadline_and_one_maximum_together(idle: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     idle.predictor = Counted()
-    monkeypatch.setattr(api, "BODY_SECONDS", 0.4)
-    monkeypatch.setattr(api, "HELD_BYTES", 5000)
+    monkeypatch.setattr(image_bodies, "BODY_SECONDS", 0.4)
+    monkeypatch.setattr(image_bodies, "HELD_BYTES", 5000)
 
     async def play() -> None:
         async with opened(idle) as (http, app):
@@ -378,12 +379,12 @@ def test_who_hangs_up_is_one_line_and_keeps_the_model_no_longer(idle: Worker, ca
 
     async def play() -> None:
         app = create_app(idle.monitor, idle.predictor, None, "127.0.0.1")
-        async with api.running_api(app, "127.0.0.1", 0) as url:
+        async with server.running_api(app, "127.0.0.1", 0) as url:
             host, port = url.removeprefix("http://").split(":")
             await asyncio.sleep(0.3)  # until it listens
             async with app.state.turn:  # which another image has
                 for body in (b"x" * 40, b"x" * 10):
-                    head = f"POST /v1/predict HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: {api.IMAGE_TYPE}\r\n"
+                    head = f"POST /v1/predict HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: {KIND}\r\n"
                     _, writer = await asyncio.open_connection(host, int(port))
                     writer.write(f"{head}Content-Length: 40\r\n\r\n".encode() + body)
                     await writer.drain()

@@ -13,7 +13,8 @@ from PIL import Image
 from playwright.sync_api import expect
 
 from promptfed.client_service.monitor import Monitor, Stage, Status
-from promptfed.client_service.serving.api import PAGE, create_app
+from promptfed.client_service.serving.api import create_app
+from promptfed.client_service.serving.page import PAGE
 from promptfed.client_service.serving.prediction import BadImage, Predictor
 from tests.support.browser import browser
 from tests.support.client_processes import served

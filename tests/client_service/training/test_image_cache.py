@@ -7,21 +7,16 @@ import multiprocessing
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from promptfed.client_service.training import trainer
 from promptfed.client_service.training.data import ClientData
 from promptfed.client_service.training.images import HeldImages, ImageCache, ReadAhead
-from promptfed.client_service.training.trainer import torch_settings
 from promptfed.shared.clip import Backbone, FeatureCache, loading
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.data import DataError, open_source
-from promptfed.shared.spec.spec import TrainingSpec
 from tests.support.durable import Second
 from tests.support.waiting import PATIENCE
 
@@ -143,17 +138,6 @@ def test_a_fork_reads_with_threads_of_its_own() -> None:
     assert fork.exitcode == 0
 
 
-# Torch's settings belong to tasks: on a GPU the kernels and the precision that a spec asks for, and no longer.
-
-
-GPU: Any = SimpleNamespace(device=torch.device("cuda"))
-
-
-def task(**training: Any) -> Any:
-    """A task on a GPU."""
-    return SimpleNamespace(training=TrainingSpec(**training), backbone=GPU, phase="train", cancelled=lambda: False)
-
-
 @pytest.fixture(autouse=True)
 def _put_back() -> Iterator[None]:
     kept = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -162,20 +146,6 @@ def _put_back() -> Iterator[None]:
     torch.set_float32_matmul_precision(kept[1])
     torch.backends.cudnn.allow_tf32 = kept[2]
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_kernels_are_switched_by_one_task_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    switch, said = trainer._Deterministic(), []
-
-    def task() -> None:
-        with switch.asked():
-            pass
-
-    second = Second(task)
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: said.append(on) or second.inside())
-    task()
-    assert second.end()
-    assert said == [True, False, True, False]
 
 
 @pytest.mark.parametrize("way", ["rows", "fill"])
@@ -187,36 +157,6 @@ def test_features_are_computed_by_one_thread_at_a_time(way: str, tmp_path: Path,
     compute(backbone, split, [0, 1], second.inside)
     assert second.end()
     assert cache.images_computed == 2, "the second found them"
-
-
-def test_overlapping_tasks_have_deterministic_kernels_until_the_last_one_ends() -> None:
-    asked, begun, end = task(deterministic=True), threading.Event(), threading.Event()
-
-    def other() -> None:
-        with torch_settings(asked):
-            begun.set()
-            end.wait(PATIENCE)
-
-    thread = threading.Thread(target=other)
-    with torch_settings(asked):
-        thread.start()
-        assert begun.wait(PATIENCE)
-    assert torch.are_deterministic_algorithms_enabled()  # the other one still runs
-    with torch_settings(task()):
-        assert torch.are_deterministic_algorithms_enabled()
-    end.set()
-    thread.join()
-    assert not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(ZeroDivisionError), torch_settings(asked):
-        raise ZeroDivisionError
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_products_are_exact_unless_the_spec_permits_tf32() -> None:
-    for permitted, name in ((True, "high"), (False, "highest")):
-        with torch_settings(task(tf32=permitted)):
-            assert torch.get_float32_matmul_precision() == name
-            assert torch.backends.cudnn.allow_tf32 is permitted
 
 
 def test_cublas_is_told_before_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

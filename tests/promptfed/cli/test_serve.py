@@ -16,7 +16,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from promptfed.cli.scoring import model_of_export
-from promptfed.client_service.serving import api
+from promptfed.client_service.serving import image_bodies
 from promptfed.client_service.serving.api import create_export_app
 from promptfed.export.adapted_model import predictor_of
 from promptfed.shared.service.reasons import Exit
@@ -47,7 +47,7 @@ def ask(exported: Path) -> Ask:
     return make
 
 
-TYPED = {"Content-Type": api.IMAGE_TYPE}
+TYPED = {"Content-Type": image_bodies.IMAGE_TYPE}
 
 
 def test_answers_are_those_of_predict(exported: Path, images: list[Path], ask: Ask) -> None:
