@@ -34,7 +34,7 @@ from benchmarks.harness import in_own_process, machine, parser, write
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.clip.caches import batch_size
+from promptfed.shared.clip.slots import batch_size
 from promptfed.shared.data import open_source
 from promptfed.shared.data.image_files import READERS
 from promptfed.shared.machine import processors

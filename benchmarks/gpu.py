@@ -66,7 +66,7 @@ from promptfed.shared.errors import Failed, PromptfedError
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface import ServerContext
 from promptfed.shared.methods.core.spec_backbone import open_backbone
-from promptfed.shared.metrics import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.shared.tensors import Tensors

@@ -34,7 +34,7 @@ from promptfed.shared.data import DataError
 from promptfed.shared.messages import INLINE_BYTES, FailureRequest, Task
 from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
-from promptfed.shared.metrics import nearly_one_class
+from promptfed.shared.metrics.figures import nearly_one_class
 from promptfed.shared.secagg.messages import Limits
 from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.spec import SpecError

@@ -11,7 +11,7 @@ from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
-from promptfed.shared.metrics import Record
+from promptfed.shared.metrics.outcomes import Record
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 
 Consent = Callable[[Sequence[Check], Disclosure], Awaitable[bool]]

@@ -16,7 +16,8 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.training.images import IMAGES, HeldImages, ImageCache, ReadAhead, Views
 from promptfed.shared import messages
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.clip.caches import CacheCost, ImageSplit
+from promptfed.shared.clip.caches import CacheCost
+from promptfed.shared.clip.image_reading import ImageSplit
 from promptfed.shared.data import DataError, ImageDomain, Source, Split, open_source, partition
 from promptfed.shared.data.options import Role as DataRole
 from promptfed.shared.data.pixels import scale_text

@@ -24,16 +24,14 @@ from promptfed.shared.methods.core.interface import (
 from promptfed.shared.methods.core.several_labels import PresenceTemplates
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.metrics import (
-    ZERO_SHOT,
-    Outcomes,
-    Record,
+from promptfed.shared.metrics.figures import (
     calibration_error,
     largest_share,
     macro_f1,
     mean_auroc,
     mean_average_precision,
 )
+from promptfed.shared.metrics.outcomes import ZERO_SHOT, Outcomes, Record
 from promptfed.shared.tensors import Tensors
 
 EVALUATION_BATCH = 256

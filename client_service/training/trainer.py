@@ -39,7 +39,7 @@ from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskC
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, Method, MethodError, Phase
 from promptfed.shared.methods.core.objectives import Protection
-from promptfed.shared.metrics import Record
+from promptfed.shared.metrics.outcomes import Record
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.spec import SpecError

@@ -39,23 +39,19 @@ from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.image_files import conversion_of, read_image
 from promptfed.shared.data.pixels import Unfaithful
 from promptfed.shared.errors import BadInput, PromptfedError
-from promptfed.shared.metrics import (
+from promptfed.shared.metrics.estimates import ClassFigures, Estimate, class_figures, interval_text, proportion
+from promptfed.shared.metrics.figures import (
     BINS,
-    POOLED,
-    ClassFigures,
-    Estimate,
     calibration_error,
     class_accuracies,
-    class_figures,
     fitted_temperature,
-    interval_text,
     largest_share,
     macro_f1,
     mean_auroc,
     mean_average_precision,
     nearly_one_class,
-    proportion,
 )
+from promptfed.shared.metrics.pooling import POOLED
 from promptfed.shared.plain_text import beside_known, counted, csv_cell, plain, shortened
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones

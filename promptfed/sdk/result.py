@@ -11,7 +11,7 @@ from promptfed.sdk.client import parse
 from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.api.export_card import Facts
 from promptfed.shared.api.report_schemas import ClientEvaluation, RoundReport
-from promptfed.shared.metrics import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 
 if TYPE_CHECKING:
     from promptfed.shared.tensors import Tensors

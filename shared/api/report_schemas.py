@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from promptfed.shared.messages import Role, SplitResult
-from promptfed.shared.metrics import nearly_one_class
+from promptfed.shared.metrics.figures import nearly_one_class
 from promptfed.shared.plain_text import counted
 from promptfed.shared.privacy.accounting import LARGEST_EPSILON, MOST_EPSILON
 from promptfed.shared.spec.section import left_out

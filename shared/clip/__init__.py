@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from promptfed.shared.clip.backbone import Backbone, Supports, shape_of
-    from promptfed.shared.clip.caches import FeatureCache, ImageSplit
+    from promptfed.shared.clip.caches import FeatureCache
     from promptfed.shared.clip.errors import BackboneError
+    from promptfed.shared.clip.image_reading import ImageSplit
     from promptfed.shared.clip.loading import load_backbone
     from promptfed.shared.clip.towers.text import ClassPrompts
 

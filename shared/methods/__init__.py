@@ -38,7 +38,6 @@ from promptfed.shared.spec.spec import (
 )
 
 FAMILIES = {
-    "adapters": ("fedclip", "fedclipadapter", "fedlp", "fedtaskres"),
     "fedavg": ("fedavg", "fedbabu", "fedprox", "perfedavg", "singleset_full"),
     "fedcocoop": ("fedcocoop", "fedmaple"),
     "fedrep": ("fedrep", "fedrod"),

@@ -98,7 +98,8 @@ def pool(
     from pydantic import TypeAdapter, ValidationError
 
     from promptfed.cli.scoring import SCORE_FILE, PresenceFigures, ScoreFigures
-    from promptfed.shared.metrics import Estimate, interval_text, pool_estimates
+    from promptfed.shared.metrics.estimates import Estimate, interval_text
+    from promptfed.shared.metrics.pooling import pool_estimates
 
     sites: TypeAdapter[ScoreFigures | PresenceFigures] = TypeAdapter(ScoreFigures | PresenceFigures)
     known: dict[str, list[Estimate]] = {}

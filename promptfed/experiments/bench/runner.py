@@ -35,7 +35,7 @@ from promptfed.shared.errors import BadInput, PromptfedError
 from promptfed.shared.files import write_whole
 from promptfed.shared.methods import resolve_spec, with_default_backbone
 from promptfed.shared.methods.core.spec_backbone import open_backbone
-from promptfed.shared.metrics import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, SpecError, merged
 

@@ -14,7 +14,8 @@ from promptfed.experiments.bench.protocols import TARGET, Protocol
 from promptfed.experiments.bench.runner import VARIANT, Bench, BenchRun, row_label
 from promptfed.experiments.bench.tuning import paired_bootstrap
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.metrics import Floats, Outcomes, calibration_error, class_accuracies, largest_share, macro_f1
+from promptfed.shared.metrics.figures import Floats, calibration_error, class_accuracies, largest_share, macro_f1
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.plain_text import markdown_cell, markdown_code
 
 ZERO_SHOT = "zero-shot"

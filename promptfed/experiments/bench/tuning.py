@@ -24,7 +24,7 @@ from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.errors import BadInput, EndedBadly, Failed, PromptfedError
 from promptfed.shared.methods import check_fits, method_class, method_for, resolve_spec
 from promptfed.shared.methods.core.spec_backbone import open_backbone
-from promptfed.shared.metrics import ZERO_SHOT
+from promptfed.shared.metrics.outcomes import ZERO_SHOT
 from promptfed.shared.plain_text import counted
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, merged
 

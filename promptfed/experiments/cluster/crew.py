@@ -24,7 +24,7 @@ from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.errors import BadInput
 from promptfed.shared.files import write_whole
 from promptfed.shared.methods.core.spec_backbone import open_backbone
-from promptfed.shared.metrics import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
 PATIENCE_SECONDS = 1800.0  # without an answer of the coordinator, which may be restarting

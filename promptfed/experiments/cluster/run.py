@@ -46,7 +46,7 @@ from promptfed.shared.errors import BadInput, Failed
 from promptfed.shared.files import write_whole
 from promptfed.shared.messages import ENDED
 from promptfed.shared.methods.core.spec_backbone import BACKBONE_FILE
-from promptfed.shared.metrics import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
 DAYS = 365

@@ -29,7 +29,7 @@ from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.errors import BadInput
 from promptfed.shared.methods import method_for, resolve_spec
 from promptfed.shared.methods.core.spec_backbone import described, open_backbone, spelt
-from promptfed.shared.metrics import Record
+from promptfed.shared.metrics.outcomes import Record
 from promptfed.shared.spec.spec import AllowedBackbones, BackboneSpec, FederationSpec
 
 log = logging.getLogger("promptfed.simulation")

@@ -41,7 +41,7 @@ from promptfed.shared.data import Source, Split
 from promptfed.shared.data.pixels import Scale
 from promptfed.shared.messages import EvaluationRequest, Task
 from promptfed.shared.methods import method_for
-from promptfed.shared.metrics import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.spec.spec import FederationSpec
 
 HEAR_SECONDS = 0.1  # between two looks at whether a task was cancelled

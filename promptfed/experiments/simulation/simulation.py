@@ -46,7 +46,7 @@ from promptfed.shared.clip.caches import features_in
 from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.errors import EndedBadly, Failed, PromptfedError
 from promptfed.shared.methods import method_for
-from promptfed.shared.metrics import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
 from promptfed.shared.service.reasons import collect_seldom, why

@@ -23,7 +23,8 @@ from promptfed.shared.errors import Failed
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface import Classifier, ClientContext, MethodError, Split
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.metrics import Outcomes, calibration_error, macro_f1
+from promptfed.shared.metrics.figures import calibration_error, macro_f1
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.tensors import Tensors
 from tests.client_service.conftest import Make
 from tests.support.fake_coordinator import NAMES, made_up_source

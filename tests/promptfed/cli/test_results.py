@@ -27,7 +27,8 @@ from promptfed.runtime.processes import Site
 from promptfed.shared.clip import FeatureCache, load_backbone
 from promptfed.shared.clip.embedded import tiny
 from promptfed.shared.data import open_source
-from promptfed.shared.metrics import Estimate, pool_estimates
+from promptfed.shared.metrics.estimates import Estimate
+from promptfed.shared.metrics.pooling import pool_estimates
 from promptfed.shared.privacy.accounting import Event, epsilon_of
 from promptfed.shared.service.reasons import Exit
 from promptfed.testing.clients import drive

@@ -24,7 +24,7 @@ from promptfed.sdk.result import Accuracy
 from promptfed.shared import get_extra
 from promptfed.shared.data import open_source
 from promptfed.shared.errors import PromptfedError
-from promptfed.shared.metrics import calibration_error
+from promptfed.shared.metrics.figures import calibration_error
 from promptfed.shared.service.reasons import Exit
 from promptfed.shared.spec.spec import FederationSpec
 

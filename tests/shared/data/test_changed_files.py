@@ -14,8 +14,8 @@ from PIL import Image
 
 from promptfed.client_service.training.data import TEST, ClientData
 from promptfed.client_service.training.images import ImageCache, Views
-from promptfed.shared.clip import FeatureCache, caches, load_backbone
-from promptfed.shared.clip.caches import ImageSplit
+from promptfed.shared.clip import FeatureCache, image_reading, load_backbone
+from promptfed.shared.clip.image_reading import ImageSplit
 from promptfed.shared.data import DataError, Source, Split, open_source
 from promptfed.shared.data import readers as data_readers
 from promptfed.shared.data.source import joined
@@ -96,7 +96,7 @@ def test_no_row_is_kept_of_an_image_that_was_exchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, apart: bool
 ) -> None:
     """Of images that threads read, or other processes."""
-    monkeypatch.setattr(caches, "apart_on", lambda device: apart)
+    monkeypatch.setattr(image_reading, "apart_on", lambda device: apart)
     monkeypatch.setattr(data_readers, "_readers", {})
     backbone, root = load_backbone("promptfed-tiny", None), write_classes(tmp_path / "d")
     wanted = FeatureCache(tmp_path / "true").features(backbone, open_source(f"folder:{root}", "evaluator").test)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from promptfed.shared.clip import FeatureCache, caches, load_backbone
+from promptfed.shared.clip import FeatureCache, image_reading, load_backbone
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data import readers as data_readers
 from promptfed.shared.data.registry import SharedSources, class_names_of
@@ -138,7 +138,7 @@ def test_a_librarys_pictures_have_one_scale_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 def test_features_are_of_the_common_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
     """Read by threads or by other processes: those of the same pictures that 8 bits hold already."""
-    monkeypatch.setattr(caches, "apart_on", lambda device: apart)
+    monkeypatch.setattr(image_reading, "apart_on", lambda device: apart)
     monkeypatch.setattr(data_readers, "_readers", {})
     deep = [whole(900), whole(4000), whole(4095)]
     shown = [np.floor(numbers / 4095 * 255 + 0.5).astype("u1") for numbers in deep]

@@ -11,9 +11,9 @@ from torch import Tensor
 from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.adapters import Problem
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.interface import Fixed
+from promptfed.shared.methods.fedlp import Problem
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec

@@ -19,7 +19,7 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.objectives import Protection
 from promptfed.shared.methods.core.several_labels import BIAS, LabelBias, PresenceTemplates, absent_template
 from promptfed.shared.methods.core.training import ClassificationLoss
-from promptfed.shared.metrics import mean_average_precision
+from promptfed.shared.metrics.figures import mean_average_precision
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import Tensors
 from tests import ROOT

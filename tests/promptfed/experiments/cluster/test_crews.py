@@ -26,7 +26,7 @@ from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.errors import PromptfedError
-from promptfed.shared.metrics import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from tests.support.coordinators import InThread, in_thread
 from tests.support.waiting import PATIENCE
 

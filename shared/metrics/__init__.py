@@ -1,0 +1,1 @@
+"""Figures of a classifier's answers, estimates of them with intervals, and what several sites have together."""
