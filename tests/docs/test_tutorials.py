@@ -77,7 +77,6 @@ PREPARED: dict[str, Callable[[Path], Any]] = {
     "../README.md": lambda folder: write_folder(folder / "images", each=10),
     "tutorials/your-own-images.md": lambda folder: write_folder(folder / "images", each=10),
     "guides/join-a-site.md": write_images,
-    "guides/take-a-result-away.md": write_images,
     "guides/troubleshooting.md": write_images,
     "guides/deploy.md": write_run_file,
     "guides/site-policy.md": write_images,
@@ -101,18 +100,6 @@ END
 promptfed federation create pets.yaml
 promptfed federation token pets --out pets.token
 unset PROMPTFED_COORDINATOR PROMPTFED_OPERATOR_TOKEN
-""",
-    "guides/take-a-result-away.md": COORDINATOR
-    + """
-cat > styles.yaml <<END
-{name: styles, method: {name: promptfl}, backbone: {model: promptfed-tiny},
-rounds: 1, participation: {min_clients: 1}, start: when_ready}
-END
-promptfed federation create styles.yaml
-promptfed federation token styles --out styles.token
-printf 'name: again\nrounds: 5\n' > again.yaml
-promptfed client --coordinator $PROMPTFED_COORDINATOR --federation styles --enrolment-token-file styles.token \
-  --name neon --data "symbols:neon?topic=weather" --state-dir neon > neon.log 2>&1
 """,
 }
 # What others do before a block of a page, by the block's first line, in shell.
@@ -211,8 +198,8 @@ def test_the_shell_blocks_of_a_page_run_in_order(name: str, tmp_path: Path) -> N
 
 def the_prompts_are_there(folder: Path, printed: str) -> None:
     prompts = load_file(folder / "run" / "prompts.safetensors")
-    assert set(prompts) == {"context"}
-    assert prompts["context"].shape[0] == 4  # the words of "a photo of a"
+    assert set(prompts) == {"residual"}
+    assert prompts["residual"].shape[0] == 3  # a row for each class
     assert {"painting", "quickdraw", "referee"} <= set(re.findall(r"painting|quickdraw|referee", printed))
 
 
