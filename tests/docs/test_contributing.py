@@ -1,67 +1,97 @@
-"""CONTRIBUTING is followed in a copy of the tree: its method, route, training field and command are there and work."""
+"""CONTRIBUTING is followed in a copy of the tree: what each step adds goes where it says, and its commands succeed."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent, indent
+
+import pytest
 
 from tests import ROOT
-from tests.docs.test_tutorials import blocks
+from tests.docs.test_tutorials import BLOCK, NOT_RUN
 from tests.support.waiting import PATIENCE
 
-FOLDERS = ("promptfed", "shared", "coordinator", "client_service", "tests", "benchmarks")
-USED = """
-import promptfed
-from promptfed.shared.methods import resolve_spec
+COPIED = ("promptfed", "shared", "coordinator", "client_service", "tests", "benchmarks", "docs", "README.md")
+WALKS = re.findall(r"^## (Add .*?)\n(.*?)(?=^## )", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL | re.MULTILINE)
+PLACE = re.compile(r"`([\w./-]+\.\w+)`(?:, (at the end|above `([^`]+)`))?")
+PROGRAMS = {".venv/bin/python": [sys.executable], ".venv/bin/promptfed": [sys.executable, "-m", "promptfed"]}
+USED = {
+    "Add a method": 'promptfed.run({"name": "promptfl_sparse", "weight": 0.1}, data, rounds=1)',
+    "Add a training field": 'assert promptfed.run("promptfl", data, rounds=1, label_smoothing=0.1).mean() > 0',
+    "Add a route": """
 from promptfed.shared.spec.section import VERSION
 from promptfed.testing import local_coordinator
-
-spec = {"name": "x", "method": {"name": "promptfl_sparse"}, "label_smoothing": 0.1}
-assert resolve_spec(spec).label_smoothing == 0.1
-data = ["digits?shots=2&partition=iid&clients=20&client=0"]
-promptfed.run({"name": "promptfl_sparse", "weight": 0.1}, data, rounds=1, label_smoothing=0.1)
 with local_coordinator("store") as coordinator:
     assert coordinator.get("/v1/version") == {"protocol": VERSION}
-"""
+""",
+    "Add a source of data": 'assert promptfed.run("promptfl", {"a": "stripes?per_class=4"}, rounds=1).mean() > 0',
+    "Add a command": "import promptfed.cli.commands.versions",
+}
+"""What somebody who has followed the steps may then write."""
 
 
-def put(path: Path, text: str, before: str = "") -> None:
-    """Write ``text`` into a file, above its first line that begins with ``before``; by default behind all."""
-    written = path.read_text()
-    at = written.index(f"\n{before}") + 1 if before else len(written)
-    path.write_text(written[:at] + text + written[at:])
+def put(tree: Path, said: str, block: str) -> None:
+    """Put a block where the text before it says: in a new file, at the end of one, or above a line of it."""
+    places = PLACE.findall(" ".join(said.split()))
+    name, where, anchor = next((one for one in reversed(places) if one[1]), places[-1])
+    file = tree / name
+    if not where:
+        assert not file.exists(), f"{name} is there: say where in it"
+        file.write_text(block)
+        return
+    imports, code = re.fullmatch(r"((?:from [^\n]+\n)*)\n*(.*)", block, re.DOTALL).groups()
+    lines = file.read_text().splitlines(keepends=True)
+    if anchor:
+        at, line = next((n, one) for n, one in enumerate(lines) if one.lstrip().replace("`", "").startswith(anchor))
+        space = line[: len(line) - len(line.lstrip())]
+        lines.insert(at, indent(code, space) + "\n\n" * code.startswith("def "))
+    else:
+        lines.append(f"\n\n{code}")
+    if imports:
+        lines.insert(next(n for n, one in enumerate(lines) if one.startswith("from promptfed")), imports)
+    file.write_text("".join(lines))
 
 
-def test_what_contributing_adds_works(tmp_path: Path) -> None:
-    for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+@pytest.mark.parametrize(("title", "walk"), WALKS, ids=[title for title, _ in WALKS])
+def test_who_follows_it_arrives(title: str, walk: str, tmp_path: Path) -> None:
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        options = {"symlinks": True, "ignore": shutil.ignore_patterns("__pycache__")} if (ROOT / name).is_dir() else {}
+        copy(ROOT / name, tmp_path / name, **options)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    method, model, route, field, term, changed, command = blocks(ROOT / "CONTRIBUTING.md", "python")
-    (tmp_path / "shared" / "methods" / "promptfl_sparse.py").write_text(method)
-    (tmp_path / "promptfed" / "cli" / "commands" / "versions.py").write_text(command)
-    put(tmp_path / "shared" / "api" / "api_schemas.py", f"\n\n{model}")
-    imports = (
-        "from promptfed.shared.api.api_schemas import Version\nfrom promptfed.shared.spec.section import VERSION\n"
-    )
-    put(tmp_path / "coordinator" / "resources" / "public.py", imports, "from promptfed")
-    put(tmp_path / "coordinator" / "resources" / "public.py", f"\n\n{route}")
-    put(tmp_path / "shared" / "spec" / "spec.py", f"    {field}", "    compression: ")
-    put(tmp_path / "shared" / "spec" / "training_terms.py", f"    {term}", "    privacy: ")
-    put(tmp_path / "tests" / "client_service" / "test_training_terms.py", f"    {changed}", '    "method": ')
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
 
-    def run(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True,
-            timeout=PATIENCE,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    def run(program: str, *arguments: str) -> None:
+        whole = [*PROGRAMS[program], *arguments]
+        done = subprocess.run(whole, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout}{done.stderr}"
 
-    assert "open_clip_torch" in run("-m", "promptfed", "versions")
-    run("-c", USED)
-    terms = "tests/client_service/test_training_terms.py"
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", terms, "-k", "no_changed_field")
+    read, commands = 0, 0
+    for found in BLOCK.finditer(walk):
+        comment, _, language, block = found.groups()
+        assert NOT_RUN not in (comment or "")
+        if language == "bash":
+            for line in dedent(block).splitlines():
+                run(*shlex.split(line))
+                commands += 1
+        else:
+            put(tmp_path, walk[read : found.start()], dedent(block))
+        read = found.end()
+    assert commands
+    run(
+        ".venv/bin/python",
+        "-c",
+        f'import promptfed\ndata = ["symbols:chalk?topic=weather&per_class=2&test_per_class=1"]\n{USED[title]}',
+    )
+
+
+def test_every_walk_is_in_the_table_and_followed() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to begin")[2].partition("\n## ")[0]
+    assert re.findall(r"#(add-[a-z-]+)", table) == [title.lower().replace(" ", "-") for title, _ in WALKS]
+    assert {title for title, _ in WALKS} == set(USED)
