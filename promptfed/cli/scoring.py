@@ -27,7 +27,17 @@ from promptfed.client_service.serving.prediction import BadImage, Predictor, Ser
 from promptfed.client_service.state.trained_images import folders_of, read_trained
 from promptfed.client_service.training.data import TEST, TRAIN, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import answers, logits_of, presences, probabilities
-from promptfed.console.output import console, new_folder, note, percent, print_json, say, table, write_file
+from promptfed.console.output import (
+    console,
+    new_folder,
+    note,
+    percent,
+    print_json,
+    say,
+    table,
+    with_interval,
+    write_file,
+)
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of
 from promptfed.export.export import open_backbone_of
 from promptfed.export.reading import open_export, read_export
@@ -512,7 +522,10 @@ class ScoreFigures(BaseModel):
 
 
 def _cell(scores: ScoreFigures | None, name: str) -> str:
-    return percent(getattr(scores, name)) if scores is not None else "-"
+    if scores is None:
+        return "-"
+    found = scores.accuracy_interval if name == "accuracy" else None
+    return with_interval(getattr(scores, name), None if found is None else (found.low, found.high))
 
 
 def scores(labels: Tensor, predicted: Tensor, confidence: Tensor, told: Tensor, names: Sequence[str]) -> ScoreFigures:

@@ -30,7 +30,7 @@ from promptfed.shared.plain_text import listed, plain
 from promptfed.shared.service.reasons import of_surroundings, why
 from promptfed.shared.spec.spec import check_class_names
 
-NUMBER = re.compile(r"([-+]?\d[\d.,]*( ?(%|[kMG]?B|s))?|-|)( \[.*\])?")
+NUMBER = re.compile(r"([-+]?\d[\d.,]*( ?(%|[kMG]?B|s))?|-|)([ \n](\[.*\]|± [\d.]+))?")
 console = Console(emoji=False)  # or `:x:` in a name is drawn as a picture
 messages = Console(stderr=True, emoji=False)
 
@@ -110,6 +110,21 @@ def tell(as_json: bool, value: Any, text: object) -> None:
 def percent(value: float | None) -> str:
     """An accuracy in per cent."""
     return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def with_interval(value: float | None, interval: tuple[float, float] | None) -> str:
+    """An accuracy in per cent and its interval, as 81.2 % [76.0, 85.5]."""
+    if interval is None:
+        return percent(value)
+    low, high = interval
+    return f"{percent(value)} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def points(zero_shot: float | None, value: float, margin: float | None = None) -> str:
+    """What a mean gains on zero-shot, in points, and half of the gain's interval, as +12.3 ± 4.5."""
+    if zero_shot is None:
+        return "-"
+    return f"{100 * (value - zero_shot):+.1f}" + ("" if margin is None else f" ± {100 * margin:.1f}")
 
 
 def size(count: float) -> str:

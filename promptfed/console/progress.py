@@ -19,10 +19,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from promptfed.console.output import messages, percent, table
+from promptfed.console.output import console, messages, percent, points, table, with_interval
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import get_federation, reports_after
-from promptfed.sdk.result import Accuracy, FederationResult
+from promptfed.sdk.result import Accuracy, FederationResult, interval_of, margin_of
 from promptfed.shared import get_extra
 from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.api.report_schemas import RoundReport
@@ -34,6 +34,8 @@ from promptfed.shared.service.reasons import why
 PACE_SECONDS = 3600  # rounds of the last hour estimate the time that is left
 LABELS: dict[Role, str] = {"trainer": "accuracy", "evaluator": "unseen"}
 POLL_SECONDS = 0.3
+WIDE = 105  # columns of a terminal
+INTERVALS = "[..]: 95 % interval. ±: half of the gain's, rather too wide, as both figures are of the same images."
 EXPERIMENT = "promptfed"
 NOT_IN_MLFLOW = re.compile(r"[^\w\-. /:]")  # characters that MLflow forbids in metric names
 Write = Callable[[FederationView, RoundReport], None]
@@ -177,22 +179,34 @@ class Watcher:
 
 
 def result_table(accuracies: Sequence[Accuracy], title: str) -> Table:
-    """Zero-shot and federated accuracy of each client, and the means over trainers and over unseen domains."""
+    """Zero-shot and federated accuracy of each client, and the means over trainers and over unseen domains.
+
+    Behind a figure is its 95 % interval, where each image has one label and counts are exact.
+    """
     rows = []
     for role, label in (("trainer", "clients"), ("evaluator", "unseen")):
         members = [row for row in accuracies if row.role == role and row.split == "test"]
         for row in members:
             name = row.client if role == "trainer" else f"unseen: {row.domain or row.client}"
-            rows.append([name, row.domain or "-", *_cells(row.zero_shot, row.accuracy), _pair(beside(row))])
+            rows.append([name, row.domain or "-", *_cells(row.zero_shot, [row]), _pair(beside(row))])
         if len(members) > 1:
             template = [row.zero_shot for row in members if row.zero_shot is not None]
-            adapted = fmean(row.accuracy for row in members)
             means = [_mean(values) for values in zip(*map(beside, members), strict=True)]
-            cells = _cells(fmean(template) if template else None, adapted)
+            cells = _cells(fmean(template) if template else None, members)
             rows.append([f"mean of {label}", "", *cells, _pair(means)])
     told = any(row.majority is not None for row in accuracies)
     columns = ["client", "domain", "zero-shot", "federated", "gain", "AUROC, most"]
-    return table(title, columns, rows) if told else table(title, columns[:5], [row[:5] for row in rows])
+    return measured(title, columns if told else columns[:5], rows if told else [row[:5] for row in rows], accuracies)
+
+
+def measured(title: str, columns: list[str], rows: list[list[str]], accuracies: Sequence[Accuracy]) -> Table:
+    """A table of ``accuracies`` with a legend of their intervals, which stand below them in a narrow terminal."""
+    if console.width < WIDE:
+        rows = [[*row[:2], *(re.sub(r" (?=[\[±])", "\n", cell) for cell in row[2:])] for row in rows]
+    shown = table(title, columns, rows)
+    if any(row.low is not None for row in accuracies):
+        shown.caption, shown.caption_justify = INTERVALS, "left"
+    return shown
 
 
 def beside(row: Accuracy) -> tuple[float | None, float | None]:
@@ -209,9 +223,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _cells(zero_shot: float | None, federated: float) -> list[str]:
-    gain = "-" if zero_shot is None else f"{100 * (federated - zero_shot):+.1f}"
-    return [percent(zero_shot), percent(federated), gain]
+def _cells(zero_shot: float | None, members: Sequence[Accuracy]) -> list[str]:
+    federated = fmean(row.accuracy for row in members)
+    cells = [percent(zero_shot), with_interval(federated, interval_of(members))]
+    return [*cells, points(zero_shot, federated, margin_of(members))]
 
 
 @contextmanager

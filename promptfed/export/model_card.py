@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from promptfed.console.output import percent, size
+from promptfed.console.output import percent, size, with_interval
 from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,
     BACKBONE_FOLDER,
@@ -36,6 +36,7 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.clip.embedded import EMBEDDED
 from promptfed.shared.data.pixels import scale_text
 from promptfed.shared.methods import METHODS
+from promptfed.shared.metrics.estimates import mean_interval
 from promptfed.shared.plain_text import counted, markdown_cell, markdown_code
 from promptfed.shared.plain_text import markdown as plain_markdown
 from promptfed.shared.spec.spec import BackboneSpec
@@ -335,7 +336,7 @@ def accuracies(measured: Accuracies | None) -> str:
             row.role,
             markdown_cell(row.split),
             percent(row.zero_shot),
-            percent(row.adapted),
+            with_interval(row.adapted, row.interval),
             str(row.num_samples),
             *(percent(getattr(row, name)) for name in FURTHER),
         ]
@@ -343,11 +344,18 @@ def accuracies(measured: Accuracies | None) -> str:
     ]
     for role, mean in measured.mean.items():
         if mean:
-            columns = [percent(mean.get(name)) for name in ("zero_shot", "adapted")]
+            own = [row for row in measured.clients if row.role == role and row.split == "test"]
+            sites = [(row.adapted, row.num_samples) for row in own if row.interval is not None]
+            interval = mean_interval(sites) if own and len(sites) == len(own) else None
+            columns = [percent(mean.get("zero_shot")), with_interval(mean.get("adapted"), interval)]
             further = [percent(mean.get(name)) for name in FURTHER]
-            rows.append([f"mean of the {role}s", "", "test", *columns, "", *further])
+            rows.append(
+                [f"mean of the {role}s", "", "test", *columns, str(sum(row.num_samples for row in own)), *further]
+            )
     head = ["client", "role", "test set", "zero-shot", "adapted", "images", *FURTHER.values()]
     text = f"Measured by the clients on their own test images after round {measured.round}."
+    if any(row.interval is not None for row in measured.clients):
+        text += " Behind an accuracy is its 95 % interval."
     if any(row.ece is not None for row in measured.clients):
         text += (
             " Beside it the share of the most frequent class, AUROC and macro-F1 (means over the classes), and ECE: how"

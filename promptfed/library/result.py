@@ -14,13 +14,13 @@ from typing import Any, Literal
 from PIL.Image import Image
 
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
-from promptfed.console.output import percent, remarks
+from promptfed.console.output import percent, remarks, with_interval
 from promptfed.experiments.bench.tables import figures
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of, weights_of
 from promptfed.export.export import ExportOptions, export, open_backbone_of
 from promptfed.sdk.arguments import all_checked
 from promptfed.sdk.client import Coordinator
-from promptfed.sdk.result import Accuracy, FederationResult
+from promptfed.sdk.result import Accuracy, FederationResult, interval_of
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data.pixels import UNREADABLE, in_rgb
 from promptfed.shared.errors import BadInput
@@ -31,7 +31,7 @@ from promptfed.shared.tensors import Tensors
 
 Column = Literal["adapted", "zero_shot"]
 METRICS = ("accuracy", "ece", "macro_f1", "worst_class")
-HEAD = ["client", "role", "domain", "test set", "zero-shot", "adapted"]
+HEAD = ["client", "role", "domain", "test set", "zero-shot", "adapted [95 %]"]
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,8 @@ def _listed(names: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def _cells(row: Accuracy) -> list[str]:
-    return [row.client, row.role, row.domain or "-", row.split, percent(row.zero_shot), percent(row.accuracy)]
+    figure = with_interval(row.accuracy, interval_of([row]))
+    return [row.client, row.role, row.domain or "-", row.split, percent(row.zero_shot), figure]
 
 
 def _own(accuracies: Sequence[Accuracy], role: Role) -> list[Accuracy]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from promptfed.sdk.client import parse
 from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.api.export_card import Facts
 from promptfed.shared.api.report_schemas import ClientEvaluation, RoundReport
+from promptfed.shared.metrics.estimates import gain_margin, mean_interval
 from promptfed.shared.metrics.outcomes import Outcomes
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Accuracy:
     """One client's accuracy on one of its test sets after a round, and the template's accuracy (both fractions).
+
+    ``low`` and ``high``: the 95 % interval of ``accuracy``; None of average precision, and of noisy counts.
 
     ``ece`` (calibration error, 15 bins), ``macro_f1`` and ``auroc`` (means over the classes), and the share of the most
     frequent class among labels (``majority``) and answers (``one_answer``) are None if the client's owner did not agree
@@ -39,6 +42,23 @@ class Accuracy:
     auroc: float | None = None
     majority: float | None = None
     one_answer: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def interval_of(members: Sequence[Accuracy]) -> tuple[float, float] | None:
+    """The 95 % interval of the clients' mean accuracy; None where one of them has none."""
+    if not members or any(row.low is None for row in members):
+        return None
+    return mean_interval([(row.accuracy, row.num_samples) for row in members])
+
+
+def margin_of(members: Sequence[Accuracy]) -> float | None:
+    """Half of the 95 % interval of the clients' mean gain over zero-shot; None where one of them has none."""
+    pairs = [(row.zero_shot, row.accuracy, row.num_samples) for row in members if row.zero_shot is not None]
+    if not members or len(pairs) < len(members) or interval_of(members) is None:
+        return None
+    return gain_margin(pairs)
 
 
 @dataclass(frozen=True)
@@ -120,7 +140,7 @@ class FederationResult:
     def accuracies(self, round: int | None = None) -> list[Accuracy]:
         """Clients' accuracies after ``round``, or after all evaluated rounds, by round, client and split."""
         reports = (report for report in self.reports if round in (None, report["round"]))
-        return [accuracy for report in reports for accuracy in _accuracies(report)]
+        return [accuracy for report in reports for accuracy in _accuracies(report, self.spec.get("task"))]
 
     def final(self) -> list[Accuracy]:
         """Clients' accuracies in the last evaluation."""
@@ -132,10 +152,11 @@ def _measured(report: Mapping[str, Any]) -> dict[str, Any]:
     return measured
 
 
-def _accuracies(report: Mapping[str, Any]) -> Iterator[Accuracy]:
+def _accuracies(report: Mapping[str, Any], task: str | None) -> Iterator[Accuracy]:
     for client, raw in sorted(_measured(report).items()):
         evaluation = parse(ClientEvaluation, raw)
         for split, result in sorted(evaluation.splits.items()):
+            low, high = evaluation.interval(split, task) or (None, None)
             yield Accuracy(
                 round=report["round"],
                 client=client,
@@ -145,5 +166,7 @@ def _accuracies(report: Mapping[str, Any]) -> Iterator[Accuracy]:
                 accuracy=result.accuracy,
                 zero_shot=evaluation.template_accuracy(split),
                 num_samples=result.num_samples,
+                low=low,
+                high=high,
                 **result.figures(),
             )

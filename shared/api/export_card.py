@@ -78,6 +78,7 @@ class MeasuredAccuracy(BaseModel):
     adapted: float
     zero_shot: float | None
     num_samples: int
+    interval: tuple[float, float] | None = left_out(default=None, description="of `adapted`, 95 %")
     ece: Figure = None
     macro_f1: Figure = None
     auroc: Figure = None

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from promptfed.shared.messages import Role, SplitResult
+from promptfed.shared.metrics.estimates import mean_interval
 from promptfed.shared.metrics.figures import nearly_one_class
 from promptfed.shared.plain_text import counted
 from promptfed.shared.privacy.accounting import LARGEST_EPSILON, MOST_EPSILON
@@ -194,6 +195,13 @@ class ClientEvaluation(BaseModel):
         """The zero-shot accuracy on a test set; that of a further classifier is reported as ``split@variant``."""
         result = self.zero_shot.get(split.partition("@")[0])
         return result.accuracy if result is not None else None
+
+    def interval(self, split: str, task: str | None) -> tuple[float, float] | None:
+        """The 95 % interval of the accuracy on a test set; None of a precision, noisy counts and no images."""
+        result = self.splits[split]
+        if task == "multi_label" or self.privacy is not None or not result.num_samples:
+            return None
+        return mean_interval([(result.accuracy, result.num_samples)])
 
 
 class EvaluationReport(StageReport):

@@ -73,12 +73,37 @@ def proportion(hits: int, count: int) -> Estimate | None:
     """hits/count with Wilson's interval; None of nothing."""
     if not count:
         return None
-    share, spread = hits / count, Z * Z / count
-    middle, half = share + spread / 2, Z * math.sqrt(share * (1 - share) / count + spread / (4 * count))
-    low, high = (max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread)))
+    low, high = mean_interval([(hits / count, count)])
     # The usual half a case keeps the logit of 0 and 1, and its standard error, finite.
     se = math.sqrt(1 / (hits + 0.5) + 1 / (count - hits + 0.5))
-    return Estimate(value=share, low=low, high=high, se=se)
+    return Estimate(value=hits / count, low=low, high=high, se=se)
+
+
+def mean_interval(sites: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """The 95 % interval of the mean over sites, which count equally, of fractions of so many images, at least one.
+
+    Wilson's for one site; normal with Agresti and Caffo's variances for several.
+    """
+    if len(sites) == 1:
+        [(share, count)] = sites
+        spread = Z * Z / count
+        middle, half = share + spread / 2, Z * math.sqrt(share * (1 - share) / count + spread / (4 * count))
+        return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
+    mean, half = math.fsum(share for share, _ in sites) / len(sites), _reach(sites, len(sites))
+    return max(0.0, mean - half), min(1.0, mean + half)
+
+
+def gain_margin(pairs: Sequence[tuple[float, float, int]]) -> float:
+    """Half of the 95 % interval of the mean gain over sites, of the fractions before and after of so many images each.
+
+    Both are of the same images, which fractions alone do not tell: this is rather too wide than too narrow.
+    """
+    return _reach([(share, count) for *both, count in pairs for share in both], len(pairs))
+
+
+def _reach(shares: Sequence[tuple[float, int]], sites: int) -> float:
+    moved = [((share * count + 1) / (count + 2), count + 2) for share, count in shares]
+    return Z * math.sqrt(math.fsum(share * (1 - share) / count for share, count in moved)) / sites
 
 
 def interval_text(estimate: Estimate | None) -> str:

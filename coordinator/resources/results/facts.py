@@ -193,7 +193,7 @@ def _facts(view: FederationView, clients: list[ClientView], tally: Tally, state:
         origin=spec.origin,
         licence=spec.licence,
         selection=chosen if chosen is not None and chosen.round == round else None,
-        accuracy=_accuracies(tally),
+        accuracy=_accuracies(tally, spec.task),
         unreadable=tally.unreadable,
         privacy=tally.privacy(view),
         secure_aggregation=tally.sums(view),
@@ -204,7 +204,7 @@ def _facts(view: FederationView, clients: list[ClientView], tally: Tally, state:
     )
 
 
-def _accuracies(tally: Tally) -> Accuracies | None:
+def _accuracies(tally: Tally, task: str) -> Accuracies | None:
     if tally.measured is None:
         return None
     round, report = tally.measured
@@ -216,6 +216,7 @@ def _accuracies(tally: Tally) -> Accuracies | None:
             adapted=result.accuracy,
             zero_shot=measured.template_accuracy(split),
             num_samples=result.num_samples,
+            interval=measured.interval(split, task),
             **result.figures(),
         )
         for name, measured in sorted(report.clients.items())

@@ -38,19 +38,20 @@ from promptfed.console.output import (
     new_folder,
     note,
     percent,
+    points,
     print_json,
     remarks,
     say,
     size,
-    table,
     tell,
+    with_interval,
     write_file,
 )
-from promptfed.console.progress import Snapshot, Watcher, follow, open_tracker, record, result_table
+from promptfed.console.progress import Snapshot, Watcher, follow, measured, open_tracker, record, result_table
 from promptfed.runtime.processes import LocalFederation, Processes, Services, Site, interrupt_on_sigterm
 from promptfed.runtime.run_file import RunFile, check_trainers, read_run, with_own_classes
 from promptfed.sdk import operations
-from promptfed.sdk.result import Accuracy, FederationResult
+from promptfed.sdk.result import Accuracy, FederationResult, interval_of, margin_of
 from promptfed.shared import get_extra
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.errors import BadInput, EndedBadly, Failed, Refused
@@ -71,7 +72,10 @@ PATIENTS, IMAGES_EACH = 30, 6
 
 @dataclass(frozen=True)
 class RoleSummary:
-    """The clients of one role on one of their test sets: accuracies as fractions, ``sd`` and ``worst`` over clients."""
+    """The clients of one role on one of their test sets: accuracies as fractions, ``sd`` and ``worst`` over clients.
+
+    ``interval`` (95 %) is the mean's and ``gain_margin`` half of the mean gain's, where counts are exact.
+    """
 
     role: str
     split: str
@@ -80,6 +84,8 @@ class RoleSummary:
     mean: float
     sd: float | None
     worst: float
+    interval: tuple[float, float] | None
+    gain_margin: float | None
 
 
 @dataclass(frozen=True)
@@ -201,6 +207,8 @@ def _summary(role: str, split: str, members: list[Accuracy]) -> RoleSummary:
         mean=fmean(values),
         sd=stdev(values) if len(values) > 1 else None,
         worst=min(values),
+        interval=interval_of(members),
+        gain_margin=margin_of(members),
     )
 
 
@@ -269,14 +277,15 @@ def _table(final: Sequence[Accuracy], title: str) -> Table:
     if len(final) <= MOST_ROWS and all(accuracy.split == "test" for accuracy in final):
         return result_table(final, title)
     columns = ["clients", "n", "test set", "zero-shot", "federated", "sd", "worst", "gain"]
-    return table(title, columns, [_cells(summary) for summary in summaries(final)])
+    return measured(title, columns, [_cells(summary) for summary in summaries(final)], final)
 
 
 def _cells(group: RoleSummary) -> list[str]:
-    gain = "-" if group.zero_shot is None else f"{100 * (group.mean - group.zero_shot):+.1f}"
     sd = "-" if group.sd is None else f"{100 * group.sd:.1f}"
     who = "trainers" if group.role == "trainer" else "evaluators"
-    adapted = [percent(group.zero_shot), percent(group.mean), sd, percent(group.worst), gain]
+    federated = with_interval(group.mean, group.interval)
+    gain = points(group.zero_shot, group.mean, group.gain_margin)
+    adapted = [percent(group.zero_shot), federated, sd, percent(group.worst), gain]
     return [who, str(group.clients), group.split, *adapted]
 
 
@@ -391,6 +400,7 @@ def summary(result: FederationResult, seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 2),
         "zero_shot": {name: row.zero_shot for name, row in own.items() if row.zero_shot is not None},
         "federated": {name: row.accuracy for name, row in own.items()},
+        "intervals": {name: [row.low, row.high] for name, row in own.items() if row.low is not None},
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,
         "state_hash": result.federation.state_hash,

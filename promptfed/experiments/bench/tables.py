@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import StatisticsError, fmean, pstdev, stdev
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
@@ -14,6 +15,7 @@ from promptfed.experiments.bench.protocols import TARGET, Protocol
 from promptfed.experiments.bench.runner import VARIANT, Bench, BenchRun, row_label
 from promptfed.experiments.bench.tuning import paired_bootstrap
 from promptfed.sdk.result import Accuracy
+from promptfed.shared.metrics.estimates import mean_interval
 from promptfed.shared.metrics.figures import Floats, calibration_error, class_accuracies, largest_share, macro_f1
 from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.plain_text import markdown_cell, markdown_code
@@ -188,6 +190,7 @@ class Measures(BaseModel):
 
     ``ece`` and ``worst_class`` are over all clients' images; the others weight every client equally.
     ``over_zero_shot``: the mean difference over all images of all seeds, and its 95 % interval over paired images.
+    ``interval``: of ``accuracy`` (95 %), over images, of which every seed may have the same ones.
     """
 
     label: str
@@ -202,6 +205,7 @@ class Measures(BaseModel):
     sd_clients: list[float]
     worst_client: list[float]
     over_zero_shot: tuple[float, float, float] | None = None
+    interval: tuple[float, float] | None = None
 
 
 def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
@@ -219,10 +223,11 @@ def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
     measures = []
     for (label, split), by_seed in groups.items():
         each_seed = [figures(clients) for clients in by_seed.values()]
-        rows = {name: [values[name] for values in each_seed] for name in FIGURES}
+        rows: Any = {name: [values[name] for values in each_seed] for name in FIGURES}
         template = groups.get((f"{label} ({ZERO_SHOT})", split))
         gain = None if template is None else _gain(by_seed, template)
-        measures.append(Measures(label=label, split=split, seeds=list(by_seed), over_zero_shot=gain, **rows))
+        rows |= {"over_zero_shot": gain, "interval": _interval(by_seed.values())}
+        measures.append(Measures(label=label, split=split, seeds=list(by_seed), **rows))
     return measures
 
 
@@ -232,6 +237,14 @@ def _gain(ours: BySeed, others: BySeed) -> tuple[float, float, float]:
     both = [((seed, own.client, own.images), own) for seed, clients in ours.items() for own in clients]
     differences = [_right(own) - known[key] for key, own in both if key in known]
     return float(np.concatenate(differences).mean()), *paired_bootstrap(differences)
+
+
+def _interval(by_seed: Iterable[Sequence[Outcomes]]) -> tuple[float, float]:
+    """Of the mean over clients and seeds, as if all seeds had the same images."""
+    sites: dict[tuple[str, str], list[Floats]] = {}
+    for own in (own for clients in by_seed for own in clients):
+        sites.setdefault((own.client, own.images), []).append(_right(own))
+    return mean_interval([(float(np.mean(seeds)), len(seeds[0])) for seeds in sites.values()])
 
 
 def _right(own: Outcomes) -> Floats:
@@ -269,7 +282,7 @@ def _pooled(clients: Iterable[Outcomes]) -> tuple[list[float], list[bool]]:
 
 
 def measures_table(rows: Sequence[Measures]) -> list[str]:
-    """The lines of the table in Markdown: percent, means over the seeds."""
+    """The lines of the table in Markdown: percent, means over the seeds; in brackets 95 % intervals over images."""
     header = [
         "method",
         "test set",
@@ -287,15 +300,18 @@ def measures_table(rows: Sequence[Measures]) -> list[str]:
         [
             markdown_cell(row.label),
             markdown_cell(row.split),
-            _percent(row.accuracy),
-            ""
-            if row.over_zero_shot is None
-            else "{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * value for value in row.over_zero_shot)),
+            _percent(row.accuracy)
+            + ("" if row.interval is None else " ({:.1f} to {:.1f})".format(*_points(row.interval))),
+            "" if row.over_zero_shot is None else "{:+.1f} ({:+.1f} to {:+.1f})".format(*_points(row.over_zero_shot)),
             *(_percent(getattr(row, name)) for name in FIGURES[1:]),
         ]
         for row in rows
     ]
     return markdown_table(header, lines, text_columns=(0, 1))
+
+
+def _points(values: Sequence[float]) -> list[float]:
+    return [100 * value for value in values]
 
 
 def _percent(values: Sequence[float]) -> str:

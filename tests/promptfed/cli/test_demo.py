@@ -62,7 +62,8 @@ def log_says(folder: Path, log: str, text: str) -> bool:
 
 
 def check_result(result: dict[str, Any], data: str, method: str, rounds: int) -> None:
-    assert list(result) == ["method", "rounds", "seconds", "zero_shot", "federated", "bytes_up", "bytes_down"]
+    figures = ["zero_shot", "federated", "intervals"]
+    assert list(result) == ["method", "rounds", "seconds", *figures, "bytes_up", "bytes_down"]
     assert (result["method"], result["rounds"]) == (method, rounds)
     clients = {f"client:{name}" for name, _ in DEMOS[data].clients}
     splits = set(result["federated"])

@@ -187,7 +187,7 @@ def test_the_card_has_calibration_where_clients_tell_it() -> None:
     text = card_accuracies(Accuracies(round=3, clients=[told, row], mean={"trainer": {"adapted": 0.5, "ece": 0.125}}))
     assert "| a | trainer | test | 25.0 % | 50.0 % | 8 | - | - | 37.5 % | 12.5 % |" in text
     assert "| a | trainer | test | 25.0 % | 50.0 % | 8 | - | - | - | - |" in text
-    assert "| mean of the trainers |  | test | - | 50.0 % |  | - | - | - | 12.5 % |" in text
+    assert "| mean of the trainers |  | test | - | 50.0 % | 16 | - | - | - | 12.5 % |" in text
 
 
 def test_names_of_others_are_no_markup_in_the_card(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
