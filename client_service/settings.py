@@ -281,7 +281,7 @@ def _own_name(state_dir: Any, invited: str | None) -> str:
     """
     try:
         return str(json.loads((Path(state_dir) / "identity.json").read_text())["name"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return invited or _safe(socket.gethostname().partition(".")[0])
 
 

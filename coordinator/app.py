@@ -277,7 +277,11 @@ def _of_http(request: Request, error: HTTPException) -> problems.Refusal:
     path, detail = request.url.path, str(error.detail)
     match error.status_code:
         case 400:
-            return problems.UnreadableBody(detail)
+            if isinstance(error.__cause__, RecursionError):
+                return problems.UnreadableBody("the body's JSON is nested too deeply to be read")
+            return problems.UnreadableBody(
+                "the body is no UTF-8" if isinstance(error.__cause__, ValueError) else detail
+            )
         case 404:
             return problems.NotFound(f"there is nothing at {path}")
         case 405:

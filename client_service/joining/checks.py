@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +14,9 @@ from typing import Literal
 
 import torch
 
+from promptfed.client_service.state.private_state import DATA
 from promptfed.shared.data import DataError, Source, Split
+from promptfed.shared.data.identity import DataIdentity, identity_of
 from promptfed.shared.data.partition import class_counts
 from promptfed.shared.plain_text import alike_text, counted
 
@@ -21,6 +25,7 @@ Verdict = Literal["pass", "warn", "fail"]
 FREE_BYTES = 1 << 30  # for features and a state; weights that open_clip downloads want more
 SAMPLE_IMAGES = 64  # of each split that are decoded: all are, before anything is sent, where features are kept
 FEW_IMAGES = 4  # of a class
+ACCEPT = "give --new-data to go on with them, or another --state-dir"
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,29 @@ def _writable(folder: Path) -> bool:
 def check_data(source: Source, role: str) -> list[Check]:
     """How many images of which classes there are, whether names look alike, and whether some images can be read."""
     return [_counts(source, role), *_look_alike(source), *_left_out(source), *_readable(source)]
+
+
+def changed_data(before: DataIdentity | None, now: DataIdentity) -> str:
+    """What is other than when this client last started; "" if nothing is."""
+    changed = before.changes(now) if before is not None else ""
+    return changed and f"the data have changed since this client last started: {changed}"
+
+
+def check_recorded(folder: Path, source: Source, tests: Mapping[str, Source], accepted: bool) -> list[Check]:
+    """Whether a start would refuse these data, since the client in ``folder`` last started with others."""
+    try:
+        enrolled = json.loads((folder / "identity.json").read_bytes())["client_id"] is not None
+        before = DataIdentity.model_validate_json((folder / DATA).read_bytes())
+        changed = changed_data(before, identity_of(source, tests)) if enrolled else ""
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ):  # a new folder, or one that a start refuses for what it holds
+        return []
+    return [Check("recorded data", "warn" if accepted else "fail", changed, ACCEPT)] if changed else []
 
 
 def _left_out(source: Source) -> list[Check]:

@@ -172,7 +172,7 @@ async def call_enrolled(settings: Settings, call: Callable[[CoordinatorClient], 
     """
     try:
         identity = Identity(**json.loads((settings.state_dir / "identity.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
     if identity.federation_id is None or identity.client_id is None:
         return False

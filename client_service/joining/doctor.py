@@ -24,6 +24,7 @@ from promptfed.client_service.joining.checks import (
     check_data,
     check_device,
     check_disk,
+    check_recorded,
     check_versions,
 )
 from promptfed.client_service.joining.disclosure import Disclosure, disclose
@@ -114,9 +115,14 @@ class Examination:
         source = self._try("data", lambda: open_data(settings.data, settings.name, settings.domain, settings.role))
         if source is not None:
             self.checks += check_data(source, settings.role)
+        tests: dict[str, Source] = {}
         for name, uri in settings.tests.items():
-            if self._try(f"test {name}", lambda uri=uri: open_data(uri, role="tests")) is not None:  # type: ignore[misc]
+            test = self._try(f"test {name}", lambda uri=uri: open_data(uri, role="tests"))  # type: ignore[misc]
+            if test is not None:
                 self.checks.append(Check(f"test {name}", "pass", "can be opened"))
+                tests[name] = test
+        if source is not None:
+            self.checks += check_recorded(settings.state_dir, source, tests, settings.new_data)
         return source
 
     def _federation(self) -> EnrolmentInfo | None:

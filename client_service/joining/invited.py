@@ -69,7 +69,7 @@ def _has_enrolled(folder: Path) -> bool:
     """Whether there is a client that needs no token any more."""
     try:
         return json.loads((folder / "identity.json").read_bytes())["client_id"] is not None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

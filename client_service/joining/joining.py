@@ -16,7 +16,7 @@ import torch
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
-from promptfed.client_service.joining.checks import Check, check_data, check_device
+from promptfed.client_service.joining.checks import ACCEPT, Check, changed_data, check_data, check_device
 from promptfed.client_service.joining.disclosure import Declared, Disclosure, disclose
 from promptfed.client_service.joining.offer import (
     Offer,
@@ -207,12 +207,11 @@ class Joining:
             now, before = identity_of_data(source, tests), self.state.read_as(DATA, DataIdentity)
         except DataError as error:
             raise ClientError(Exit.BAD_INPUT, str(error)) from None
-        changed = before.changes(now) if before is not None else ""
-        if identity.client_id is None or not changed:
+        text = changed_data(before, now)
+        if identity.client_id is None or not text:
             return now
-        text = f"the data have changed since this client last started: {changed}"
         if not self.settings.new_data:
-            raise ClientError(Exit.BAD_INPUT, f"{text}; give --new-data to go on with them, or another --state-dir")
+            raise ClientError(Exit.BAD_INPUT, f"{text}; {ACCEPT}")
         log.info("%s; as the owner accepts", text)
         return now
 

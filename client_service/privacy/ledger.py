@@ -232,7 +232,7 @@ class Ledger:
                 kind = "open" if number == 0 else "spend"
                 if not follows or line["kind"] != kind:
                     raise ValueError("out of order")
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise self._broken(number) from None
             previous = hashlib.sha256(raw).hexdigest()
             lines.append(line)

@@ -22,7 +22,7 @@ def add_known(addresses: Addresses, folder: Path, allowed: Callable[[str], bool]
     """
     try:
         known = json.loads((folder / FILE).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return
     if isinstance(known, list) and set(addresses.all) <= {one for one in known if isinstance(one, str)}:
         addresses.all += [one for one in known if isinstance(one, str) and one not in addresses.all and allowed(one)]

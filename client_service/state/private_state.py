@@ -51,7 +51,7 @@ PAYLOADS = "payloads"
 FORM = 1  # of the files here; a folder of promptfed before 0.4.0 says none
 READS_OLDER = "7368013d"  # the last commit that reads folders of promptfed before 0.4.0
 LARGE = 16 << 20  # bytes from which a payload is mapped and not read
-UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 Kept = TypeVar("Kept")
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # making one takes milliseconds: it builds a schema
 

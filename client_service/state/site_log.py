@@ -154,7 +154,7 @@ def _read(folder: Path) -> tuple[list[Line], int, Head]:
         head = Head(**json.loads((folder / HEAD).read_bytes())) if (folder / HEAD).exists() else Head()
     except OSError as error:
         raise ChangedLog(f"{folder} cannot be read ({why(error)})") from None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise ChangedLog(f"{folder / HEAD} is damaged") from None
     content = content[: content.rfind(b"\n") + 1]
     lines: list[Line] = []
@@ -162,7 +162,7 @@ def _read(folder: Path) -> tuple[list[Line], int, Head]:
         try:
             line = json.loads(text)
             is_whole = json.dumps(line).encode() == text and {"what", "chain"} <= line.keys()
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             is_whole = False
         if not is_whole:
             raise ChangedLog(f"line {number} of {path} is not as it was written")

@@ -162,6 +162,7 @@ class Registry:
         self.operators: dict[str, Operator] = {}
         self.retired: dict[str, int] = {}
         self.configs: dict[str, tuple[object, object, TaskConfig]] = {}
+        self.streams: dict[str, list[tuple[str, Wait]]] = {}  # of events, by operator: of which federation, and each
         self.attempts: dict[str, tuple[tuple[int, int], Attempt]] = {}  # the latest at a secure sum, by federation
         self.keys: dict[str, tuple[tuple[int, int], dict[str, str]]] = {}  # of that attempt, with who has sent them
         self.epoch = ""  # another one each time the store is taken up: clients may have seen more than it holds

@@ -38,7 +38,7 @@ def for_callers(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
 
 def for_clients(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
     """OpenAPI responses for a route that only clients may call, and that refuses with ``kinds``."""
-    return for_callers(problems.Withdrawn, *kinds)
+    return for_callers(problems.Withdrawn, problems.TooManyUploads, *kinds)
 
 
 def documented(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:

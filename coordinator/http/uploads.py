@@ -69,7 +69,7 @@ class Incoming:
                 yield part
 
 
-class _ClientPlaces:
+class ClientPlaces:
     """The places of one client; ``bodies``: how many of its bodies are being received or wait."""
 
     def __init__(self, most: int):
@@ -86,7 +86,7 @@ class Uploads:
         self._timeout = timeout  # seconds for a body, or longer where it is long
         self._wait_seconds = wait_seconds
         self._places = asyncio.Semaphore(most)
-        self._by_client: dict[object, _ClientPlaces] = {}
+        self._by_client: dict[object, ClientPlaces] = {}
         self._running = 0
         self._waiting_bytes = 0
 
@@ -100,7 +100,7 @@ class Uploads:
         Raises:
             TooManyUploads, UploadTimeout, IncompleteBody: it could not be received.
         """
-        places = self._enter(body)
+        places = self.enter(body)
         path, in_memory, on_disk = self._registry.blobs.temporary(), 0, True
         try:
             async with self._placed(places, body):
@@ -114,12 +114,12 @@ class Uploads:
                 yield upload
         finally:
             self._waiting_bytes -= in_memory
-            self._leave(body, places)
+            self.leave(body, places)
             if on_disk or compressed:
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     @asynccontextmanager
-    async def _placed(self, places: _ClientPlaces, body: Incoming) -> AsyncIterator[None]:
+    async def _placed(self, places: ClientPlaces, body: Incoming) -> AsyncIterator[None]:
         """A block in which a body has its places, if it takes any."""
         if body.is_small:
             self._waiting_bytes += body.held
@@ -134,23 +134,24 @@ class Uploads:
         finally:
             self._give_places(places)
 
-    def _leave(self, body: Incoming, places: _ClientPlaces) -> None:
+    def leave(self, body: Incoming, places: ClientPlaces) -> None:
+        """The body is not counted any more."""
         places.bodies -= 1
         if places.bodies == 0:
             del self._by_client[body.client]
 
-    def _enter(self, body: Incoming) -> _ClientPlaces:
+    def enter(self, body: Incoming) -> ClientPlaces:
         """Count the body; returns the places of its client. Raises TooManyUploads."""
         client, held = body.client, body.held
         most = self._most if client is None else max(1, self._most // SHARE)
-        places = self._by_client.get(client) or _ClientPlaces(most)
+        places = self._by_client.get(client) or ClientPlaces(most)
         if self._waiting_bytes + held > WAITING_BYTES or (client is not None and places.bodies >= OF_ONE_CLIENT):
             raise self._too_many()
         self._by_client[client] = places
         places.bodies += 1
         return places
 
-    async def _take_places(self, places: _ClientPlaces, held: int) -> None:
+    async def _take_places(self, places: ClientPlaces, held: int) -> None:
         """Wait for one of the client's places, and for one of all places."""
         self._waiting_bytes += held
         try:
@@ -166,7 +167,7 @@ class Uploads:
         self._running += 1
         self._registry.metrics.uploads.set(self._running)
 
-    async def _take(self, places: _ClientPlaces) -> None:
+    async def _take(self, places: ClientPlaces) -> None:
         await places.semaphore.acquire()
         try:
             await self._places.acquire()
@@ -174,7 +175,7 @@ class Uploads:
             places.semaphore.release()
             raise
 
-    def _give_places(self, places: _ClientPlaces) -> None:
+    def _give_places(self, places: ClientPlaces) -> None:
         self._places.release()
         places.semaphore.release()
         self._running -= 1

@@ -8,7 +8,6 @@ not name.
 from __future__ import annotations
 
 import hashlib
-import lzma
 import os
 import stat
 import zipfile
@@ -132,7 +131,6 @@ def _unbounded(folder: Path, name: str) -> Iterator[bytes]:
     except (
         zipfile.BadZipFile,
         zlib.error,
-        lzma.LZMAError,
         EOFError,
         NotImplementedError,
         RuntimeError,
@@ -144,6 +142,8 @@ def _unbounded(folder: Path, name: str) -> Iterator[bytes]:
 
 def _expect_packed(folder: Path, name: str, about: zipfile.ZipInfo) -> None:
     """Refuse a member that grows far beyond its bytes: tensors hardly compress, and a card's text a little."""
+    if about.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others take memory as a member asks
+        raise _no_export(folder, name, "it is packed by another method than stored or deflated: pack it anew")
     most = LEAST_ROOM + MOST_GROWTH * about.compress_size
     if about.file_size > most:
         raise _no_export(folder, name, f"{about.compress_size:,} bytes of the archive become {about.file_size:,}")

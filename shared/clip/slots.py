@@ -33,7 +33,7 @@ def kept_slots(folder: Path, backbone: Backbone, encode: Encode) -> list[int]:
     file = folder / SLOTS_FILE
     try:
         return [int(slot) for slot in json.loads(file.read_text())]
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, RecursionError):
         slots = agreeing_slots(backbone, encode)
         write_whole(file, json.dumps(slots).encode(), mode=0o600)
         return slots

@@ -258,7 +258,7 @@ def _read(cache: Path) -> dict[str, float]:
     try:
         known = json.loads(cache.read_bytes())
         return {str(key): float(value) for key, value in known.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return {}
 
 

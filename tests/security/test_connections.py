@@ -423,3 +423,13 @@ def test_many_class_names_are_looked_through_once() -> None:
     assert time.process_time() - begin < 30, "every name compared with every other takes minutes"
     assert EnrolRequest(**enrolment("a")).class_names == CLASSES
     assert EnrolRequest(**enrolment("a")).secret == secret_of("a")
+
+
+@pytest.mark.parametrize(
+    ("body", "told"), [(b"[" * 100_000 + b"]" * 100_000, "nested too deeply"), (b'"\xff"', "no UTF-8")]
+)
+def test_json_that_no_reader_takes_is_a_problem_that_says_why(coordinator: InThread, body: bytes, told: str) -> None:
+    sent = coordinator.operator | {"Content-Type": "application/json"}
+    refused = coordinator.http.post("/v1/federations", content=body, headers=sent)
+    assert (refused.status_code, kind(refused)) == (400, "unreadable-body")
+    assert told in refused.json()["detail"]

@@ -19,7 +19,7 @@ from sqlalchemy import select
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.engine import audit
-from promptfed.coordinator.engine.registry import EVENTS, Registry, wait
+from promptfed.coordinator.engine.registry import EVENTS, Registry, Wait, wait
 from promptfed.coordinator.http import openapi
 from promptfed.coordinator.http.deps import (
     After,
@@ -55,6 +55,7 @@ WHOLE_CSV = 1 << 20  # bytes up to which the numbers go as a whole, and so with 
 CARD_BODY = openapi.body("application/json", {"type": "object"}, "`card.json`, byte for byte as the export holds it")
 BATCH = 500
 LOOK_AGAIN_SECONDS = 60.0
+MOST_STREAMS = 16  # of one operator
 AWAY_SECONDS = 1.0
 
 
@@ -204,12 +205,18 @@ async def get_events(
 ) -> AsyncIterator[ServerSentEvent]:
     """All events so far (after Last-Event-ID, or only the ``newest``), then each new one.
 
-    The stream ends after the federation's last event, or when the caller's token expires or is revoked.
+    The stream ends after the federation's last event, when the caller's token expires or is revoked, or when it has
+    begun 16 newer ones.
     """
     last = 0 if last_event_id is None and newest is None else last_event_id
+    own, streams = (federation.id, Wait()), registry.streams.setdefault(viewer.name, [])
+    streams.append(own)
+    for id, older in streams[:-MOST_STREAMS]:
+        older.over = True
+        registry.wakeups.wake([(id, EVENTS)])
     registry.metrics.streams.inc()
     try:
-        while not registry.wakeups.closed:
+        while not registry.wakeups.closed and not own[1].over:
             wakeup = registry.wakeups.listen((federation.id, EVENTS))
             left = viewer.seconds_left(registry)
             if left <= 0:
@@ -230,6 +237,7 @@ async def get_events(
             await wait(wakeup, min(LOOK_AGAIN_SECONDS, left))
     finally:
         registry.metrics.streams.dec()
+        streams.remove(own)
 
 
 def _after(registry: Registry, id: str, last: int | None, newest: int | None) -> list[EventRow]:

@@ -59,8 +59,8 @@ Next = Annotated[
     Query(
         ge=0,
         le=60,
-        description="seconds, at most 15, that the receipt of a new answer waits for the client's next task, which it "
-        "contains",
+        description="seconds that the receipt of a new answer waits for the client's next task, which it contains; "
+        "longer than 15 is 15",
     ),
 ]
 
@@ -68,7 +68,7 @@ Next = Annotated[
 class Poll(BaseModel):
     """What a client asks by with a poll."""
 
-    wait: Annotated[float, Field(ge=0, le=60, description="seconds; after 15 it is answered in any case")] = 0
+    wait: Annotated[float, Field(ge=0, le=60, description="seconds; longer than 15 is 15")] = 0
     carrying: Annotated[
         str | None, Field(max_length=100, pattern=NO_NUL, description="the task that the client carries out")
     ] = None

@@ -217,7 +217,7 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
         identity = json.loads((folder / "identity.json").read_bytes())
         address = coordinator or json.loads((folder / FILE).read_bytes())["terms"]["coordinator"]
         federation, secret = str(identity["federation_id"]), str(identity["secret"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         text = f"{folder} holds no client that has enrolled: give its --state-dir"
         raise BadInput(text) from None
 

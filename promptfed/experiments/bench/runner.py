@@ -83,7 +83,7 @@ def read_run(path: Path) -> BenchRun:
     """The run in a file. Raises PromptfedError if the file holds no run."""
     try:
         return BenchRun.model_validate(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = SpecError.from_validation(error) if isinstance(error, ValidationError) else error
         raise BadInput(f"{path} cannot be read: remove it to run it again ({reason})") from None
 
@@ -421,7 +421,7 @@ def _identity_in(out: Path) -> JsonObject | None:
         return None
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         raise BadInput(f"{path} cannot be read: give --out another folder") from None
 
 

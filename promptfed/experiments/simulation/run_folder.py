@@ -153,5 +153,5 @@ def _run_in(about: Path, option: str) -> str | None:
     try:
         said = json.loads(about.read_text())
         return str(said["run"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise BadInput(f"{about} cannot be read: give {option} a new folder") from None

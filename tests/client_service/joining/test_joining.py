@@ -8,6 +8,7 @@ import json
 import pytest
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.joining.checks import check_recorded
 from promptfed.shared.data import Source
 from tests.client_service.conftest import Make
 from tests.support.fake_coordinator import made_up_source
@@ -41,7 +42,12 @@ def test_a_client_goes_on_with_its_own_data_alone(make: Make, caplog: pytest.Log
     assert start(other, accept=True) == ""
     assert start(other) == ""
     assert "did not know" not in caplog.text
+    for accept, verdict in ((False, "fail"), (True, "warn")):  # as `--check` and `doctor` tell
+        (check,) = check_recorded(make.settings.state_dir, first, {}, accept)
+        assert (check.name, check.verdict) == ("recorded data", verdict)
+        assert f"{check.text}; {check.advice}" in start(first)
     (make.settings.state_dir / "data.json").unlink()  # as of today
+    assert check_recorded(make.settings.state_dir, first, {}, False) == []
     assert start(first) == ""
     assert "this client's folder did not know its data" in caplog.text
     assert "have changed" in start(other)

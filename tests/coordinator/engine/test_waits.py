@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from promptfed.coordinator.http import uploads
+from promptfed.coordinator.http import json_bodies, uploads
 from promptfed.coordinator.http.uploads import SMALL
 from promptfed.testing.clients import ScriptedClient, content_digest, secret_of, trained, update_body
 from tests.support.coordinators import InThread
@@ -72,3 +72,44 @@ def test_small_bodies_go_past_those_that_keep_all_places(
     assert time.monotonic() - begun < 60, "and not after the 300 s that a long body may take"
     for opened in slow:
         opened.close()
+
+
+def test_slow_json_of_a_client_is_bounded_in_number_and_time(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_bodies, "BEHIND_SECONDS", 2.0)
+    _, (a, b), (task, other) = open_first_phase(coordinator)
+    host, port = coordinator.url.removeprefix("http://").split(":")
+    slow = []
+    for _ in range(uploads.OF_ONE_CLIENT + 1):
+        opened = socket.create_connection((host, int(port)), timeout=20)
+        head = (
+            f"POST {a.path}/tasks/{task['task_id']}/failure HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n"
+            f"Content-Type: application/json\r\nAuthorization: Bearer {secret_of('a')}\r\n\r\n{{"
+        )
+        opened.sendall(head.encode())
+        slow.append(opened)
+    answers = [opened.recv(100)[:12] for opened in slow]
+    assert sorted(answers) == [b"HTTP/1.1 408"] * uploads.OF_ONE_CLIENT + [b"HTTP/1.1 503"]
+    assert b.send(other, update_body(trained(b.payload(other), "b", other), other)).status_code == 201
+    for opened in slow:
+        opened.close()
+
+
+def test_an_operator_has_sixteen_streams(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    host, port = coordinator.url.removeprefix("http://").split(":")
+    path = (
+        f"GET /v1/federations/{federation}/events HTTP/1.1"
+        if "/" not in federation
+        else f"GET {federation}/events HTTP/1.1"
+    )
+    head = f"{path}\r\nHost: x\r\nAuthorization: {coordinator.operator['Authorization']}\r\n\r\n"
+    begun = []
+    for _ in range(20):
+        begun.append(socket.create_connection((host, int(port)), timeout=20))
+        begun[-1].sendall(head.encode())
+        assert begun[-1].recv(100).startswith(b"HTTP/1.1 200")
+    wait_for("the oldest have ended", lambda: sum(map(len, coordinator.registry.streams.values())) == 16)
+    for left in begun:
+        left.close()

@@ -167,6 +167,36 @@ def test_an_archive_is_read_as_a_folder_is(exported: Path, key: str, tmp_path: P
         assert refused.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("lie", ["card", "packed", "lzma", "bzip2"])
+def test_an_archive_that_asks_for_much_memory_is_one_line(exported: Path, tmp_path: Path, lie: str) -> None:
+    """A card that claims 3.8 GB, a member that becomes as much, and packings that take memory as a member asks."""
+    archive, kind = tmp_path / "lies.zip", {"lzma": zipfile.ZIP_LZMA, "bzip2": zipfile.ZIP_BZIP2}.get(lie, 8)
+    card = json.loads((exported / "card.json").read_text())
+    if lie == "card":
+        card["files"] = {name: {**about, "bytes": 3_800_000_000} for name, about in card["files"].items()}
+    with zipfile.ZipFile(archive, "w", kind) as made:
+        for path in sorted(path for path in exported.rglob("*") if path.is_file()):
+            name = str(path.relative_to(exported))
+            zeros = lie == "card" and name.endswith(".safetensors")
+            made.writestr(
+                name, json.dumps(card) if name == "card.json" else bytes(90 << 20) if zeros else path.read_bytes()
+            )
+    content = bytearray(archive.read_bytes())
+    if lie == "packed":  # in the directory at the end, of every member
+        at = content.find(b"PK\x01\x02")
+        while at >= 0:
+            content[at + 24 : at + 28] = (3_800_000_000).to_bytes(4, "little")
+            at = content.find(b"PK\x01\x02", at + 4)
+    if lie == "lzma":  # the size of the dictionary, in what stands before the first member
+        at = 30 + int.from_bytes(content[26:28], "little") + 4
+        content[at + 1 : at + 5] = b"\xff" * 4
+    archive.write_bytes(content)
+    asked = CliRunner().invoke(app, ["score", str(archive), "symbols:photo", "--out", str(tmp_path / "out")])
+    assert asked.exit_code == Exit.BAD_INPUT, asked.output
+    assert asked.stderr.count("\n") == 1, asked.stderr
+    assert ("packed by another method" if kind != 8 else "bytes of the archive become") in asked.stderr
+
+
 def request_signature(
     coordinator: InThread, folder: Path, round: int = 0, federation: str = "promptfl"
 ) -> httpx.Response:
