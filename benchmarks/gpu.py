@@ -395,13 +395,16 @@ def conducted(
 def page(numbers: Mapping[str, Any], text: str) -> str:
     """The page ``text`` with the tables of the numbers between its two marks."""
     about = numbers["about"]
-    lines = [f"Device: {about['device']}, torch {about['torch']}; {numbers['seconds']:.0f} s in all.", ""]
+    lines = [
+        f"Device: {about['device']}, torch {about['torch']}; {numbers['seconds']:.0f} s in all. ViT-B-16 unless another is named.",
+        "",
+    ]
     if numbers["smoke"]:
         lines += ["This was a smoke run on the embedded backbone: it shows that all parts run, and nothing else.", ""]
     parts = numbers["parts"]
     lines += ["## Methods", "", _methods(parts.get("methods", {})), ""]
     for title, name in TITLES.items():
-        lines += [f"## {title}", "", _cases(parts.get(name, {})), ""]
+        lines += [f"## {title}", "", _cases(parts[name]), ""] if parts.get(name) else []
     before, _, after = text.partition(BEGIN)
     return before + BEGIN + "\n".join(lines) + "\n" + END + after.partition(END)[2]
 
@@ -424,14 +427,19 @@ def _methods(cases: Mapping[str, Case]) -> str:
             continue
         cpu = cases.get(f"{name} cpu", {})
         cells = [case.get("task_seconds"), case.get("peak_mib"), cpu.get("task_seconds"), cpu.get("distance")]
-        rows.append([name, *map(_cell, cells), _remark(case) or _remark(cpu)])
-    columns = ["backbone, method", "task, s", "peak, MiB", "task on the CPU, s", "state apart", "remark"]
-    return table(columns, rows)
+        remark = _remark(case) or _remark(cpu)
+        rows.append([f"{_short(name)}{f' ({remark})' if remark else ''}", *map(_cell, cells)])
+    return table(["method", "task, s", "peak, MiB", "task on the CPU, s", "state apart"], rows)
+
+
+def _short(name: str) -> str:
+    """A case without the backbone of most."""
+    return name.removeprefix("ViT-B-16 ")
 
 
 def _cases(cases: Mapping[str, Case]) -> str:
-    keys = sorted({key for case in cases.values() for key in case})
-    rows = [[name, *(_cell(case.get(key)) for key in keys)] for name, case in cases.items()]
+    keys = sorted({key for case in cases.values() for key in case} - {"loss", "state_hash", "weights_mib"})
+    rows = [[_short(name), *(_cell(case.get(key)) for key in keys)] for name, case in cases.items()]
     return table(["case", *keys], rows)
 
 
