@@ -396,7 +396,8 @@ def page(numbers: Mapping[str, Any], text: str) -> str:
     """The page ``text`` with the tables of the numbers between its two marks."""
     about = numbers["about"]
     lines = [
-        f"Device: {about['device']}, torch {about['torch']}; {numbers['seconds']:.0f} s in all. ViT-B-16 unless another is named.",
+        f"Device: {about['device']}, torch {about['torch']}; {numbers['seconds']:.0f} s in all. "
+        "ViT-B-16 unless another is named.",
         "",
     ]
     if numbers["smoke"]:
