@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import promptfed
 from promptfed.cli.main import app
+from promptfed.shared.clip import Backbone
 from tests.support import exports
+from tests.support.coordinators import InThread, in_thread
 from tests.support.own_images import SHAPES, write_folder
 
 
 def command(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    """The embedded one, on one thread whoever asked for it first."""
+    torch.set_num_threads(1)
+    return exports.backbone()
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Iterator[InThread]:
+    """With a started federation of each method."""
+    with in_thread(tmp_path_factory.mktemp("coordinator") / "data") as server:
+        exports.start_federations(server, backbone)
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -642,8 +642,8 @@ def federation(folder: Path, each: dict[str, int], floor: int, **more: Any) -> A
 def test_sites_with_a_floor_tell_ranges(tmp_path: Path) -> None:
     each = {"large": 29, "small": 12}  # of each class, a fifth to test on
     exact, floored = (federation(tmp_path / str(floor), each, floor) for floor in (1, FLOOR))
-    assert [client.num_samples for client in exact.clients] == [92, 40]
-    assert [client.num_samples for client in floored.clients] == [90, 40]
+    assert [client.num_samples for client in exact.facts.participants] == [92, 40]
+    assert [client.num_samples for client in floored.facts.participants] == [90, 40]
     for ours, theirs in zip(floored.reports, exact.reports, strict=True):
         told, known = (report["evaluation"]["clients"] for report in (ours, theirs))
         assert told["small"]["splits"] == told["small"]["zero_shot"] == {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +30,9 @@ from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.service.reasons import Exit
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.support import exports
-from tests.support.coordinators import InThread, in_thread
+from tests.support.coordinators import InThread
 from tests.support.exports import DOMAINS, NAMES, SPECS
 from tests.support.waiting import PATIENCE
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    return exports.backbone()
-
-
-@pytest.fixture(scope="module")
-def coordinator(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Iterator[InThread]:
-    with in_thread(tmp_path_factory.mktemp("coordinator") / "data") as server:
-        exports.start_federations(server, backbone)
-        yield server
 
 
 def mixing(coordinator: InThread, backbone: Backbone) -> FederationResult:

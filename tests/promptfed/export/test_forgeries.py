@@ -8,7 +8,7 @@ import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,10 @@ from promptfed.shared.service.reasons import Exit
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.support import exports
-from tests.support.coordinators import InThread, in_thread
+from tests.support.coordinators import InThread
 
 Card = dict[str, Any]
 Forgery = Callable[[Path, Card], None]
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    return exports.backbone()
-
-
-@pytest.fixture(scope="module")
-def coordinator(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Iterator[InThread]:
-    with in_thread(tmp_path_factory.mktemp("coordinator") / "data") as server:
-        exports.start_federations(server, backbone)
-        yield server
 
 
 @pytest.fixture

@@ -10,14 +10,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import promptfed
 from promptfed.shared.clip import Backbone
 from promptfed.testing import LocalCoordinator, OperatorCalls, ScriptedClient, drive, local_coordinator
 from promptfed.testing.plugin import Enrol, TinyFederation
-from tests.support import exports
 from tests.support.coordinators import in_thread
 
 pytest_plugins = ["promptfed.testing.plugin"]
@@ -40,12 +38,6 @@ def keywords(function: Callable[..., Any]) -> list[str]:
 
 
 ALL = [(function, name) for function in PUBLIC for name in keywords(function)]
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    torch.set_num_threads(1)
-    return exports.backbone()
 
 
 @pytest.fixture(scope="module")

@@ -7,26 +7,22 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import promptfed
+from promptfed.client_service.joining import joining
 from promptfed.shared.clip import Backbone, shape_of
-from promptfed.shared.data import open_source
+from promptfed.shared.data import Source, open_source
 from tests.support import exports
 from tests.support.coordinators import in_thread
 from tests.support.own_images import write_folder
 from tests.support.waiting import PATIENCE
 
 SMALL = "?topic=weather&per_class=2&test_per_class=2"
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    torch.set_num_threads(1)  # whoever asked for the backbone first
-    return exports.backbone()
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +211,16 @@ def test_metrics_are_of_the_clients_own_answers(result: promptfed.Result) -> Non
         elsewhere.metrics()
 
 
-def test_clients_declare_their_domains_in_words(tmp_path: Path, backbone: Backbone) -> None:
+def test_clients_declare_their_domains_in_words(
+    tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, declared = {}, joining.declaration
+
+    def noted(settings: Any, source: Source, domain: Any, *more: Any) -> Any:
+        told[settings.name] = domain and (domain.name, domain.description)
+        return declared(settings, source, domain, *more)
+
+    monkeypatch.setattr(joining, "declaration", noted)
     for seed, name in enumerate(("plain", "worded", "unseen")):
         write_folder(tmp_path / name, ("circle", "bar"), seed=seed, each=2)
     (tmp_path / "plain" / "domain.txt").write_text("filled shape")
@@ -224,10 +229,6 @@ def test_clients_declare_their_domains_in_words(tmp_path: Path, backbone: Backbo
         unseen={"unseen": f"folder:{tmp_path / 'unseen'}"}, domains={"worded": "a drawing of a {}"}, rounds=1,
         class_names=["circle", "bar"], backbone=backbone,
     )  # fmt: skip
-    told = {
-        client.name: client.domain and (client.domain.name, client.domain.description)
-        for client in result.taken.clients
-    }
     expected = {"plain": ("plain", "a {}, filled shape"), "worded": ("worded", "a drawing of a {}"), "unseen": None}
     assert told == expected
     assert {one.client: one.num_samples for one in result.accuracies()} == {"plain": 2, "worded": 2, "unseen": 4}
