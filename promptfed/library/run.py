@@ -90,6 +90,8 @@ def run(
     model = backbone if isinstance(backbone, Backbone) else None
     if model is not None and file is not None:
         raise BadInput("backbone is loaded already: leave backbone_file out")
+    if model is not None and device not in ("cpu", str(model.device)):
+        raise BadInput(f"backbone is loaded on {model.device} already: load it on {device}, or leave device out")
     model = model or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device, file=file)
     options: dict[str, Any] = {"pool": pool, "backbone": model, "sources": sources}
     options |= {"folder": Path(folder) if folder is not None else None}
@@ -176,6 +178,8 @@ def connect(url: str | None = None, *, token: str | None = None, token_file: Pat
     """
     if token is not None and token_file is not None:
         raise BadInput("token and token_file both name the operator token: give one")
+    if "" in (url, token, token_file):
+        raise BadInput("url, token and token_file are no empty texts: leave out what is not known")
     if token is not None:
         return Connection(Coordinator(url or os.environ.get(URL_VARIABLE) or DEFAULT_URL, token))
     return Connection(open_coordinator(url, Path(token_file) if token_file is not None else None))

@@ -57,9 +57,10 @@ class OperatorCalls:
         """Create a federation from `promptfed.testing.spec` with ``changes``; return its id."""
         return str(self.post("/v1/federations", spec(**changes), status=201)["id"])
 
-    def token(self, federation: str, uses: int = 1000, **asked: Any) -> str:
-        """A new enrolment token, for 1,000 clients by default."""
-        asked = asked if "client" in asked else {"uses": uses, **asked}
+    def token(self, federation: str, uses: int | None = None, **asked: Any) -> str:
+        """A new enrolment token, for 1,000 clients by default; one ``client``'s has one use."""
+        uses = 1000 if uses is None and "client" not in asked else uses
+        asked |= {} if uses is None else {"uses": uses}
         return str(self.post(f"{federation}/enrolment-tokens", asked, status=201)["token"])
 
     def client(self, federation: str, name: str) -> ScriptedClient:

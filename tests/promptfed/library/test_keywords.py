@@ -62,7 +62,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("pool=0 is not int", {"pool": 0}), ("pool=True is not int", {"pool": True}), ("meta", {"device": "meta"}),
     ("nothing", {"device": "nothing"}), ("backbone=7 is not", {"backbone": 7}),
     ("backbone.modle", {"backbone": {"modle": "RN50"}}), ("no-such", {"backbone": "no-such"}),
-    ("leave backbone_file out", {"backbone": "loaded", "backbone_file": "x"}), ("rounds", {"rounds": "five"}),
+    ("leave backbone_file out", {"backbone": "loaded", "backbone_file": "x"}),
+    ("on cpu already", {"backbone": "loaded", "device": "cuda"}), ("rounds", {"rounds": "five"}),
     ("unexpected|shuots", {"shuots": 1}), ("domains=.* is not", {"domains": ["a neon"]}),
     ("method=7 is not", {"method": 7}),
 ]  # fmt: skip
@@ -85,6 +86,8 @@ def test_wrong_calls_of_a_result_are_errors_of_our_own(result: promptfed.Result,
         lambda: result.accuracies("1"),
         lambda: result.track(7),
         lambda: promptfed.connect(7),
+        lambda: promptfed.connect("", token="x"),
+        lambda: promptfed.connect(token=""),
         lambda: promptfed.verify_export(7, None),
         lambda: promptfed.verify_export(tmp_path),
     ):
@@ -146,3 +149,6 @@ def test_the_fixtures_refuse_what_the_real_thing_refuses(
         LocalCoordinator(tmp_path / "data", port="none")
     with local_coordinator(str(tmp_path / "data")) as coordinator:
         assert coordinator.get("/healthz") == {"status": "ok"}
+        federation = coordinator.create()
+        with pytest.raises(AssertionError, match="uses"):
+            coordinator.token(federation, uses=2, client="a")
