@@ -17,7 +17,6 @@ from promptfed.testing.clients import DEADLINE, ScriptedClient, update_body
 from tests.support.coordinators import InThread
 from tests.support.open_phases import answer_all, answer_next, metrics, prompts, refusal
 from tests.support.two_phase import TwoPhase
-from tests.support.waiting import wait_for
 
 UP = ("global_prompt", "classifier_weight", "classifier_bias")
 
@@ -83,74 +82,6 @@ def test_one_domain_does_not_start(coordinator: InThread) -> None:
     enrol(coordinator, federation, "b")
     coordinator.post(f"{federation}/start")
     assert prompts(coordinator, federation)["domains"].tolist() == keys("b", "a")
-
-
-def test_a_late_domain_gets_its_row_when_a_round_opens(coordinator: InThread) -> None:
-    federation = federation_of(coordinator, rounds=2)
-    clients = enrol(coordinator, federation, "a", "b")
-    coordinator.post(f"{federation}/start")
-    tasks = coordinator.training(clients)
-    [late] = enrol(coordinator, federation, "c")
-    for client, task in zip(clients, tasks, strict=True):
-        assert client.payload(task)["classifier_weight"].shape == (2, 8)
-        assert answer(client, task).status_code == 201
-    answer_next(coordinator, clients)
-    everybody = [*clients, late]
-    tasks = [coordinator.task(client) for client in everybody]
-    assert [peer["name"] for peer in tasks[0]["config"]["peers"]] == ["a", "b", "c"]
-    down = late.payload(tasks[2])
-    assert down["domains"].tolist() == keys("b", "a", "c"), "appended, though chalk comes first by name"
-    assert down["classifier_weight"].tolist() == [[1.0] * 8, [1.0] * 8, [0.0] * 8]
-    assert down["classifier_bias"].tolist() == [1.0, 1.0, 0.0]
-    for client, task in zip(everybody, tasks, strict=True):
-        assert answer(client, task).status_code == 201
-    for by, client in enumerate(everybody):
-        assert answer(client, coordinator.task(client), float(by)).status_code == 201
-    task = coordinator.task(late)
-    assert task["kind"] == "evaluate"
-    final = late.payload(task)
-    assert final["listed_domains"].tolist() == keys("b", "a", "c")
-    assert final["domain_prompts"][:, 0, 0].tolist() == [1.0, 0.0, 2.0]
-
-
-def test_a_domain_is_no_part_of_an_extension(coordinator: InThread, leap: Callable[[InThread, float], None]) -> None:
-    federation = federation_of(coordinator, rounds=2)
-    clients = enrol(coordinator, federation, "a", "b")
-    coordinator.post(f"{federation}/start")
-    tasks = coordinator.training(clients)
-    assert answer(clients[0], tasks[0]).status_code == 201
-    [late] = enrol(coordinator, federation, "c")
-    leap(coordinator, DEADLINE)
-    wait_for("the extension", lambda: coordinator.get(federation)["stage"]["extended"])
-    assert coordinator.get(federation)["asked"] == ["a", "b"]
-    assert answer(clients[1], tasks[1]).status_code == 201, "its classifier has the rows that it was given"
-    answer_next(coordinator, clients)
-    assert late.payload(coordinator.task(late))["domains"].tolist() == keys("b", "a", "c")
-    assert coordinator.get(federation)["state"] == "running"
-
-
-def test_every_trainer_is_asked_for_its_prompt(coordinator: InThread, leap: Callable[[InThread, float], None]) -> None:
-    federation = federation_of(coordinator, rounds=1, participation={"fraction": 0.6, "quorum": 0.5})
-    clients = enrol(coordinator, federation, "a", "b", "c")
-    coordinator.post(f"{federation}/start")
-    answer_next(coordinator, clients)
-    coordinator.until(federation, phase="global")
-    asked = coordinator.get(federation)["asked"]
-    assert len(asked) == 2
-    for client in clients:
-        if client.name in asked:
-            assert answer(client, coordinator.task(client)).status_code == 201
-    coordinator.until(federation, phase="domain_prompts")
-    assert coordinator.get(federation)["asked"] == ["a", "b", "c"], "those who were not sampled have one too"
-    for client in clients[:2]:
-        task = coordinator.task(client)
-        assert set(client.payload(task)) == {"global_prompt"}
-        assert answer(client, task).status_code == 201
-    leap(coordinator, DEADLINE)
-    task = coordinator.task(clients[0])
-    final = clients[0].payload(task)
-    assert final["listed_domains"].tolist() == keys("b", "a")
-    assert final["domains"].tolist() == keys("c", "b", "a")
 
 
 # Rounds of two phases with payloads per client: what PLAN and pFedPG need of the coordinator.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -11,13 +9,11 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, ServerContext
-from promptfed.shared.methods.pfedpg import DESCRIPTORS, PFedPG
+from promptfed.shared.methods.core.interface import ClientInfo, ServerContext
+from promptfed.shared.methods.pfedpg import PFedPG
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
-from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_tensors import state_hash
 from promptfed.testing.clients import ScriptedClient, bearer, update_body
-from tests.support.coordinators import InThread, Make
+from tests.support.coordinators import InThread
 from tests.support.open_phases import prompts
 
 METHOD = {"name": "pfedpg", "m": 3, "inner_width": 5, "generator_learning_rate": 0.05}
@@ -43,11 +39,6 @@ def answer(client: ScriptedClient, task: dict[str, Any]) -> None:
         return
     body = update_body({"delta": delta(client.name, task["round"])}, task)
     assert client.send(task, body).status_code == 201
-
-
-def answers(clients: list[ScriptedClient], tasks: list[dict[str, Any]]) -> None:
-    for client, task in zip(clients, tasks, strict=True):
-        answer(client, task)
 
 
 def context_of(*names: str) -> ServerContext:
@@ -83,35 +74,6 @@ def test_nobody_else_s_prompts_can_be_fetched(coordinator: InThread) -> None:
             assert status == 403, "clients see nothing of the global state"
 
 
-def test_a_round_is_one_server_step_off_the_event_loop(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    aggregate = PFedPG.aggregate
-
-    @wraps(aggregate)
-    def watched(self: PFedPG, *given: Any) -> Tensors:
-        threads.append(threading.current_thread().name)
-        return aggregate(self, *given)
-
-    monkeypatch.setattr(PFedPG, "aggregate", watched)
-    federation, clients = federation_of(coordinator, "b", "a", rounds=1)
-    before = prompts(coordinator, federation)
-    tasks = coordinator.training(clients)
-    for client, task in zip(clients, tasks, strict=True):
-        served = client.payload(task)
-        assert list(served) == ["prompts"]
-        answer(client, task)
-    last = [coordinator.task(client) for client in clients]
-    context, learner = context_of("a", "b"), method()
-    [phase] = learner.phases(1, 1)
-    updates = [ClientUpdate(name, 0.5, {"delta": delta(name, 1)}) for name in ("a", "b")]
-    wanted = learner.aggregate(before, phase, updates, lambda updates: {}, context)
-    assert state_hash(prompts(coordinator, federation)) == state_hash(wanted)
-    assert threads[0].startswith("tensors"), "not on the event loop's thread"
-    for client, task in zip(clients, last, strict=True):
-        [info] = [one for one in context.clients if one.name == client.name]
-        assert client.payload(task)["prompts"].equal(learner.payload(wanted, None, info, context)["prompts"])
-
-
 def test_a_change_whose_square_is_no_float32_is_refused_and_the_round_goes_on(coordinator: InThread) -> None:
     """One that is nearly as long, which the spec admits here, still comes to a finite state."""
     federation, clients = federation_of(coordinator, "a", "b", rounds=1, admission={"max_update_norm": 1e30})
@@ -124,32 +86,6 @@ def test_a_change_whose_square_is_no_float32_is_refused_and_the_round_goes_on(co
     answer(clients[1], tasks[1])
     assert coordinator.task(clients[0])["kind"] == "evaluate", "the server's step came to a state"
     assert all(tensor.double().isfinite().all() for tensor in prompts(coordinator, federation).values())
-
-
-def test_descriptors_last_and_who_comes_back_is_itself(coordinator_with: Make) -> None:
-    first = coordinator_with()
-    federation, clients = federation_of(first, "a", "b", rounds=3, participation={"quorum": 0.5})
-    answers(clients, first.training(clients))
-    answers(clients, [first.task(client) for client in clients])
-    tasks = [first.task(client) for client in clients]
-    own, kept = clients[0].payload(tasks[0])["prompts"], state_hash(prompts(first, federation))
-    first.stop()
-
-    again = coordinator_with()
-    assert state_hash(prompts(again, federation)) == kept
-    a = again.client(federation, "a")
-    assert a.payload(again.task(a))["prompts"].equal(own)
-    again.delete(f"{federation}/clients/a")
-    again.post(f"{federation}/clients/a/reset")
-    assert a.enrol(again.token(federation, client="a"), backbone_shape=SHAPE).status_code == 201
-    b = again.client(federation, "b")
-    answer(b, again.task(b))
-    answer(b, again.task(b))
-    after = prompts(again, federation)
-    assert after[DESCRIPTORS].shape == (2, 6)
-    task = again.task(a)
-    expected = method().payload(after, None, context_of("a", "b").clients[0], context_of("a", "b"))["prompts"]
-    assert a.payload(task)["prompts"].equal(expected), "its descriptor is still its own"
 
 
 @pytest.mark.parametrize(

@@ -92,17 +92,6 @@ def test_an_interrupt_takes_everything_away(sent: int, tmp_path: Path) -> None:
         launched.kill()
 
 
-def test_data_that_is_not_there(tmp_path: Path) -> None:
-    spec = spec_of(2).replace("symbols:quickdraw", "symbols:slowdraw")
-    launched = launch(tmp_path / "tiny.yaml", spec, "--runtime", "docker")
-    _, errors = launched.communicate(timeout=300)
-    assert launched.returncode == Exit.FAILED
-    last = errors.strip().splitlines()[-1]
-    assert "client-b ended with 3" in last
-    assert "slowdraw" in last
-    assert ours() == []
-
-
 def test_images_of_ones_own(tmp_path: Path) -> None:
     for site in ("left", "right"):
         for shade, name in ((0, "dark"), (255, "light")):
