@@ -173,7 +173,7 @@ def test_nothing_that_the_coordinator_has_holds_a_part_of_an_update(
     if mutant:
         whole = member.mask_vector
         monkeypatch.setattr(member, "mask_vector", lambda *given: given[-1] if given[2] == 0 else whole(*given))
-        monkeypatch.setattr("promptfed.coordinator.resources.tasks.submissions.looks_unmasked", lambda vector: False)
+        monkeypatch.setattr("promptfed.coordinator.resources.tasks.exchanges.looks_unmasked", lambda vector: False)
     federation, clients = federation_of(coordinator, *TEN[:4], aggregation={"weighting": "uniform"})
     changes: dict[str, Any] = {}
     secrets: set[str] = set()

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.engine import committer
+from promptfed.coordinator.engine import answers, committer
 from promptfed.coordinator.engine.committer import Committer, RegistryClosed
 from promptfed.coordinator.engine.recorder import Change, Changes
 from promptfed.coordinator.resources.clients import operations as clients_operations
-from promptfed.coordinator.resources.tasks import submissions
 from promptfed.shared.methods.core.interface import ServerContext
 from promptfed.testing.clients import ScriptedClient, drive, update_body
 from tests.faults.test_full_disk import full_tables
@@ -108,7 +107,7 @@ def test_refusals_of_a_group_are_stored_together(coordinator: InThread, monkeypa
 @pytest.mark.both_databases
 def test_an_entry_that_breaks_off_spoils_no_other(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     federation, clients, tasks = open_first_phase(coordinator, *NAMES, rounds=1)
-    enter = submissions._Update.enter
+    enter = answers.Answer.enter
 
     def breaks(self: Any, change: Change) -> bool:
         new = enter(self, change)
@@ -118,7 +117,7 @@ def test_an_entry_that_breaks_off_spoils_no_other(coordinator: InThread, monkeyp
 
     sizes = commits(coordinator, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(submissions._Update, "enter", breaks)
+        patch.setattr(answers.Answer, "enter", breaks)
         found = send_all(clients, tasks, updates_of(clients, tasks))
     assert found == [(201, ""), (500, "internal-error"), (201, ""), (201, "")]
     assert sizes == [4, 1, 1, 1, 1]

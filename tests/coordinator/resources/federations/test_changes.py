@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from sqlalchemy import delete, select
 
 from promptfed.coordinator.aggregation.rows import change_norm, far_off
+from promptfed.coordinator.engine import answers
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.resources.tasks import submissions
+from promptfed.coordinator.resources.tasks import updates
 from promptfed.coordinator.store import blobs
 from promptfed.coordinator.store.tables import BlobRow, TaskRow, UpdateRow
 from promptfed.shared.tensors import Tensors
@@ -167,8 +168,8 @@ def judged(registry: Registry, live: Any, client: Any, task: dict[str, Any], bod
     path = registry.blobs.temporary()
     path.write_bytes(body)
     try:
-        asked = submissions.asked_task(registry.database, live, client, task["task_id"])
-        submissions._examine(registry, live, client, asked, Upload(path, len(body), digest_of(body)))
+        asked = answers.asked_task(registry.database, live, client, task["task_id"])
+        updates._examine(registry, live, client, asked, Upload(path, len(body), digest_of(body)))
     except Refusal as refusal:
         return refusal.kind
     finally:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from promptfed.coordinator.resources.tasks import submissions
+from promptfed.coordinator.resources.tasks import updates
 from promptfed.shared.tensors.compression import added, compressed, decompressed
 from promptfed.shared.tensors.torch_tensors import arrays_of, tensors_of
 from promptfed.testing.clients import SHAPE, ScriptedClient, update_body
@@ -48,7 +48,7 @@ def test_of_large_changes_one_at_a_time_is_expanded(large: bool, monkeypatch: py
 
     def expand() -> None:
         with pytest.raises(Enough):
-            submissions.expanded(*given, SimpleNamespace(tensors=lambda: ({}, {})))
+            updates.expanded(*given, SimpleNamespace(tensors=lambda: ({}, {})))
 
     second = Second(expand)
 
@@ -56,9 +56,9 @@ def test_of_large_changes_one_at_a_time_is_expanded(large: bool, monkeypatch: py
         second.inside()
         raise Enough
 
-    monkeypatch.setattr(submissions, "decode_place", lambda place: ({}, {}))
-    monkeypatch.setattr(submissions, "LARGE", 4 * 8 * 4 + (0 if large else 1))
-    monkeypatch.setattr(submissions, "decompressed", inside)
+    monkeypatch.setattr(updates, "decode_place", lambda place: ({}, {}))
+    monkeypatch.setattr(updates, "LARGE", 4 * 8 * 4 + (0 if large else 1))
+    monkeypatch.setattr(updates, "decompressed", inside)
     expand()
     assert second.end() is large
 

@@ -71,9 +71,9 @@ def test_a_task_contains_its_payload_for_who_asks_for_it(coordinator: InThread) 
 
 def test_a_large_payload_is_fetched(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     _, (a, _), (task, _) = open_first_phase(coordinator)
-    monkeypatch.setattr("promptfed.coordinator.resources.tasks.routes.INLINE_BYTES", task["payload"]["bytes"])
+    monkeypatch.setattr("promptfed.coordinator.resources.tasks.served.INLINE_BYTES", task["payload"]["bytes"])
     assert "data" in asked(a)["payload"]
-    monkeypatch.setattr("promptfed.coordinator.resources.tasks.routes.INLINE_BYTES", task["payload"]["bytes"] - 1)
+    monkeypatch.setattr("promptfed.coordinator.resources.tasks.served.INLINE_BYTES", task["payload"]["bytes"] - 1)
     assert "data" not in asked(a)["payload"]
 
 
@@ -170,6 +170,6 @@ def test_what_fails_while_a_receipt_waits_leaves_it(coordinator: InThread, monke
     async def away(*about: Any, **more: Any) -> None:
         raise OSError("the database is away")
 
-    monkeypatch.setattr("promptfed.coordinator.resources.tasks.routes.next_task", away)
+    monkeypatch.setattr("promptfed.coordinator.resources.tasks.polls.next_task", away)
     answer = sent(a, task, update_of(a, task))
     assert (answer.status_code, "next" in answer.json()) == (201, False)
