@@ -20,47 +20,6 @@ from promptfed.shared.tensors.torch_tensors import DTYPES
 
 PAGES = Path(__file__).parent / "reference"
 NOTE = "<!-- Made from the code by `python docs/generate.py`: change the code, not this page. -->\n\n"
-# What the spec's schema does not say itself.
-MEANINGS = {
-    "name": "name of the federation at its coordinator",
-    "method": "`name`, and the method's own [options](options.md) beside it",
-    "class_names": "the classes to choose among; default: each client's own",
-    "template": "the sentence of zero-shot; `{}` is the class name",
-    "rounds": "how many rounds there are",
-    "retention": "keep the updates, payloads and states of all rounds, or of the last one only",
-    "start": "`when_ready`: the coordinator starts the rounds once `min_clients` have enrolled",
-    "seed": "all random draws of the federation follow from it",
-    "backbone.model": "an open_clip model, or `timm:NAME` for methods without text; left out, it "
-    "[follows from the data and the method](../explanation/backbone.md#the-default)",
-    "backbone.pretrained": "open_clip's tag of the weights; `embedded` for promptfed's own",
-    "backbone.precision": "number format of the frozen towers",
-    "backbone.fingerprint": "SHA-256 of the weights; default: that of the first client that enrols",
-    "backbone.shape": "see [backbone.shape](#backboneshape); default: as the first client says",
-    "backbone.shape.text_layers": "blocks of the text tower",
-    "backbone.shape.vision_layers": "blocks of the vision tower",
-    "backbone.shape.context_length": "positions of the text tower",
-    "training.epochs": "passes over the training images in one task",
-    "training.batch_size": "images in one step",
-    "training.optimizer": "a new one for each task",
-    "training.learning_rate": "step size; `promptfed tune` chooses one for your data",
-    "training.momentum": "of SGD",
-    "training.weight_decay": "decay of the trained tensors",
-    "training.schedule": "course of the learning rate over the rounds",
-    "training.threads": "torch threads of one task",
-    "training.deterministic": "only deterministic algorithms, so that a GPU gives the same bits again",
-    "participation.min_clients": "trainers that must have enrolled before `start`",
-    "participation.fraction": "share of the trainers that a round asks, rounded up: at least 1, or a sum's minimum",
-    "participation.quorum": "share of the asked clients that must answer",
-    "participation.deadline_seconds": "how long a phase waits for answers",
-    "participation.on_missed_quorum": "what happens if the quorum is missed after one extension",
-    "evaluation.every": "rounds between evaluations; the first and the last state are always evaluated",
-    "admission.max_bytes": "largest body of an update",
-    "admission.max_update_norm": "largest L2 norm of an update's change",
-    "aggregation.server.optimizer": "a step on the aggregated change: FedAvgM, FedAdagrad, FedAdam or FedYogi",
-    "secure_aggregation.threshold": "share of a phase's clients that can open the sum, above a half",
-    "secure_aggregation.minimum": "fewest clients in a sum",
-    "secure_aggregation.step_seconds": "time for each of the four exchanges after training",
-}  # fmt: skip
 SITES = tuple(
     ClientInfo(f"c{k}", "trainer", 1, ("a", "b"), Domain(name=f"d{k}", description=f"a d{k} of a {{}}"))
     for k in range(3)
@@ -118,7 +77,7 @@ def _sections(schema: dict[str, Any], models: dict[str, Any], path: str) -> Iter
 
 
 def _meaning(path: str, field: dict[str, Any]) -> str:
-    said = field.get("description") or MEANINGS.get(path)
+    said = field.get("description")
     if said is None and _model(field):
         said = f"see [{path}](#{path.replace('.', '')})"
     if said is None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.privacy.accounting import LARGEST_EPSILON, LEAST_NOISE, MOST_EPSILON, MOST_NOISE, Event
 from promptfed.shared.service.reasons import ID_PATTERN
-from promptfed.shared.spec.section import left_out
+from promptfed.shared.spec.section import left_out, option
 from promptfed.shared.spec.sections import Evaluations
 from promptfed.shared.spec.spec import BackboneShape, ClassNames, Name, Template
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -92,21 +92,15 @@ class EnrolRequest(Message):
     domain: Domain | None = None
     backbone_fingerprint: Digest
     backbone_shape: BackboneShape
-    device: Annotated[str, Field(max_length=200, pattern=r"^[^\x00]*$")] = "cpu"  # PostgreSQL's text holds no NUL
-    release: Annotated[Release, left_out(description="of promptfed at the client")] = None
-    system: Annotated[
-        str | None,
-        left_out(pattern=r"^[ -~]{1,100}$", description="the client's operating system, processor and Python"),
-    ] = None
-    identity_key: Annotated[IdentityKey, Field(description="Ed25519, hex: for federations with secure sums")] = None
-    identity_proof: Annotated[Signature, Field(description="its signature, purpose identity, of name and secret")] = (
-        None
+    device: str = Field(default="cpu", max_length=200, pattern=r"^[^\x00]*$")
+    release: Release = left_out(None, "of promptfed at the client")
+    system: str | None = left_out(
+        None, "the client's operating system, processor and Python", pattern=r"^[ -~]{1,100}$"
     )
+    identity_key: IdentityKey = option(None, "Ed25519, hex: for federations with secure sums")
+    identity_proof: Signature = option(None, "its signature, purpose identity, of name and secret")
 
-    protection: Annotated[
-        EnrolledProtection | None,
-        left_out(description="at privacy.level sample"),
-    ] = None
+    protection: EnrolledProtection | None = left_out(None, "at privacy.level sample")
     grey: GreyScale = None
 
     def proof_body(self) -> dict[str, str]:
@@ -120,7 +114,7 @@ class EnrolResponse(Message):
     client_id: Id
     federation_id: Id
     name: Name
-    release: Annotated[Release, left_out(description="of promptfed at the coordinator")] = None
+    release: Release = left_out(None, "of promptfed at the coordinator")
 
 
 class EnrolmentInfo(TrainingTerms):
@@ -165,7 +159,7 @@ class PayloadRef(Message):
     url: str
     bytes: int
     sha256: Digest
-    data: Annotated[str | None, left_out(max_length=4 * INLINE_BYTES // 3 + 4)] = None
+    data: str | None = left_out(None, max_length=4 * INLINE_BYTES // 3 + 4)
 
 
 class SecurePart(Message):
@@ -186,9 +180,9 @@ class Task(Message):
     seconds_left: float
     payload: PayloadRef
     config: TaskConfig
-    epoch: Annotated[str, Field(max_length=100)] = ""  # of the coordinator's process: another one after a restart
-    secure: Annotated[SecurePart | None, left_out()] = None
-    selected: Annotated[int | None, left_out(ge=0, le=100_000, description="the round whose state is tested")] = None
+    epoch: str = Field(default="", max_length=100)
+    secure: SecurePart | None = left_out(None)
+    selected: int | None = left_out(None, "the round whose state is tested", ge=0, le=100_000)
 
 
 class PrivacyEvent(Message):
@@ -213,7 +207,7 @@ class SpendReport(Message):
 
     events: Annotated[list[PrivacyEvent], Field(min_length=1, max_length=10)]
     epsilon: Annotated[float, Field(ge=0, le=MOST_EPSILON)]
-    epsilon_replace_one: Annotated[Epsilon | None, left_out()] = None
+    epsilon_replace_one: Epsilon | None = left_out(None)
     delta: Annotated[float, Field(gt=0, lt=1)]
     noise: Literal["secret", "seeded"]
 
@@ -223,8 +217,8 @@ class UpdateMetadata(Message):
 
     task_id: Annotated[str, Field(max_length=100)]
     payload_sha256: Digest
-    metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
-    privacy: Annotated[SpendReport | None, left_out()] = None
+    metrics: dict[Annotated[str, Field(max_length=100)], float] = Field(default={}, max_length=1000)
+    privacy: SpendReport | None = left_out(None)
 
 
 class SplitResult(Message):
@@ -256,12 +250,9 @@ class EvaluationRequest(Message):
 
     splits: SplitResults
     zero_shot: SplitResults = {}
-    metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
-    withheld: Annotated[bool, left_out(False, description="measured, and kept by the site")] = False
-    privacy: Annotated[
-        SpendReport | None,
-        left_out(description="what noisy counts cost the test images"),
-    ] = None
+    metrics: dict[Annotated[str, Field(max_length=100)], float] = Field(default={}, max_length=1000)
+    withheld: bool = left_out(False, "measured, and kept by the site")
+    privacy: SpendReport | None = left_out(None, "what noisy counts cost the test images")
 
 
 class FailureRequest(Message):

@@ -50,10 +50,10 @@ class Allow(Section):
 class WorkLimits(Section):
     """Bounds of the work and of the data."""
 
-    rounds: Annotated[int | None, Field(ge=1)] = None
-    epochs: Annotated[int | None, Field(ge=1)] = None
-    min_steps: Annotated[int | None, Field(ge=1)] = None
-    min_images: Annotated[int | None, Field(ge=1)] = None
+    rounds: int | None = Field(default=None, ge=1)
+    epochs: int | None = Field(default=None, ge=1)
+    min_steps: int | None = Field(default=None, ge=1)
+    min_images: int | None = Field(default=None, ge=1)
     until: date | None = None
 
 
@@ -62,9 +62,9 @@ class Privacy(Section):
 
     require: Literal["none", "sample", "client"] = "none"
     unit: Literal["record", "group"] | None = None
-    max_epsilon: Annotated[float, Field(gt=0, le=MOST_EPSILON)] = 8.0
-    max_test_epsilon: Annotated[float, Field(gt=0, le=MOST_EPSILON)] = 4.0
-    delta: Annotated[float | None, Field(ge=LEAST_DELTA, lt=1)] = None
+    max_epsilon: float = Field(default=8.0, gt=0, le=MOST_EPSILON)
+    max_test_epsilon: float = Field(default=4.0, gt=0, le=MOST_EPSILON)
+    delta: float | None = Field(default=None, ge=LEAST_DELTA, lt=1)
     partial: bool = False
 
 
@@ -77,8 +77,8 @@ class SentNumbers(Section):
 
     accuracy: Literal["withheld", "noisy", "plain"] | None = None
     training: bool = True
-    floor: Annotated[int, Field(ge=1, le=1000)] = FLOOR
-    states: Annotated[int, Field(ge=1, le=100_000)] = STATES
+    floor: int = Field(default=FLOOR, ge=1, le=1000)
+    states: int = Field(default=STATES, ge=1, le=100_000)
 
 
 class SecureAggregation(Section):
@@ -92,13 +92,13 @@ class SecureAggregation(Section):
     """
 
     require: bool = False
-    minimum: Annotated[int, Field(ge=3, le=1024)] = 3
-    max_own_share: Annotated[float, Field(gt=0, le=0.5)] = 0.5
-    min_effective: Annotated[float, Field(ge=1, le=1024)] = 2.5
-    min_move: Annotated[float, Field(ge=0, le=1)] = 0.1
+    minimum: int = Field(default=3, ge=3, le=1024)
+    max_own_share: float = Field(default=0.5, gt=0, le=0.5)
+    min_effective: float = Field(default=2.5, ge=1, le=1024)
+    min_move: float = Field(default=0.1, ge=0, le=1)
     peers: list[Fingerprint] = Field(default_factory=list)
-    verified: Annotated[int, Field(ge=0, le=1023)] = 0
-    unverified: Annotated[int, Field(ge=0, le=1023)] = 0
+    verified: int = Field(default=0, ge=0, le=1023)
+    unverified: int = Field(default=0, ge=0, le=1023)
 
     @model_validator(mode="after")
     def _keys_can_be_checked(self) -> SecureAggregation:

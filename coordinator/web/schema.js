@@ -1,6 +1,6 @@
 // What a spec may hold, as the coordinator describes it itself (/openapi.json), with a method's own part and defaults.
 
-import { told } from "./words.js";
+import { learn, told } from "./words.js";
 
 const SPEC = "FederationSpec";
 export const PINNED = /^backbone\.(shape($|\.)|fingerprint$)/; // what clients tell of a backbone, and a spec may fix
@@ -24,6 +24,7 @@ export async function fieldsOf(api, method, backbone = null) {
   const on = backbone ?? { model: standard("backbone.model"), pretrained: standard("backbone.pretrained") };
   const swept = method?.swept_rates?.find((one) => one.model === on.model && one.pretrained === on.pretrained);
   if (swept) fields.find((one) => one.path === "training.learning_rate").standard = swept.learning_rate;
+  learn(fields);
   return fields;
 }
 

@@ -2,6 +2,7 @@
 
 import { Acts, announce, field, fill, h, mark } from "./dom.js";
 import { readRun } from "./runfile.js";
+import { resolvedFields } from "./schema.js";
 import { inNames, spoken } from "./words.js";
 
 const STEPS = [["Describe it", "what is to be told apart, by how many sites"], ["Invite the sites", "each joins with an invitation of its own"], ["Start, and take the result", "with the gain of every site beside it"]];
@@ -44,13 +45,15 @@ export class Start {
 
   #make() {
     return this.acts.run(async () => {
+      let run = null;
       try {
-        const { spec, sites } = await readRun(this.api, this.text.value);
-        const view = await this.api.post("/v1/federations", this.stem ? { name: this.stem, ...spec } : spec);
+        run = await readRun(this.api, this.text.value);
+        const view = await this.api.post("/v1/federations", this.stem ? { name: this.stem, ...run.spec } : run.spec);
         announce(`${view.name} is created`);
-        this.hooks.created(view, sites);
+        this.hooks.created(view, run.sites);
       } catch (error) {
         if (error.status !== 422) throw error; // not of the file
+        if (run !== null) await resolvedFields(this.api, run.spec).catch(() => []); // for the names of settings
         mark(this.text, this.wrong, error.errors.length ? inNames(error.errors) : spoken(error.message));
         this.text.focus();
       }

@@ -23,7 +23,7 @@ from promptfed.shared.messages import (
     TaskKind,
 )
 from promptfed.shared.service.net import check_addresses
-from promptfed.shared.spec.section import left_out
+from promptfed.shared.spec.section import left_out, option
 from promptfed.shared.spec.sections import SelectionSpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, Name
 
@@ -75,12 +75,12 @@ class MethodView(BaseModel):
         description="where admission.max_update_norm is open, the L2 norm of an update's change may be this times the "
         "square root of how many numbers it has",
     )
-    default_backbone: str = Field("promptfed-tiny", description="model of a spec that names no backbone")
+    default_backbone: str = Field(default="promptfed-tiny", description="model of a spec that names no backbone")
     swept_rates: list[SweptRate] = Field(
         [], description="training.learning_rate of a spec that leaves it and the optimizer open, by its backbone"
     )
     needs: dict[str, bool]
-    needs_torch: bool = Field(False, description="whether only a coordinator with torch can run it")
+    needs_torch: bool = Field(default=False, description="whether only a coordinator with torch can run it")
     cached_features: bool = Field(description="whether image features may be computed once")
     metrics: list[str] = Field(description="patterns of the numbers about training that clients send beside tensors")
     disclosures: list[dict[str, str]] = Field(
@@ -99,7 +99,9 @@ class Awaited(BaseModel):
 
     name: str
     until: datetime
-    progress: float | None = Field(None, description="the part of its task's steps that is done, as it has said")
+    progress: float | None = Field(
+        default=None, description="the part of its task's steps that is done, as it has said"
+    )
 
 
 class StageView(BaseModel):
@@ -181,8 +183,8 @@ class FederationView(BaseModel):
     name: str
     state: FederationState
     unreadable: str | None = left_out(
-        default=None,
-        description="why this coordinator does nothing with it: stored rows that it cannot read, or an absent method",
+        None,
+        "why this coordinator does nothing with it: stored rows that it cannot read, or an absent method",
     )
     reason: str | None
     round: int
@@ -197,7 +199,7 @@ class FederationView(BaseModel):
         description="the spec's, or those that all trainers have named; null before the start, or where they differ",
     )
     class_differences: str | None = left_out(
-        default=None, description="how the class names of trainers differ who therefore cannot start together"
+        None, "how the class names of trainers differ who therefore cannot start together"
     )
     draw: DrawView = DrawView(commitment=None, secret=None)
     clients: ClientCounts
@@ -207,8 +209,8 @@ class FederationView(BaseModel):
     failed: list[str]
     awaited: list[Awaited]
     state_hash: str | None
-    privacy: CentralPrivacyView | None = left_out(default=None, description="where whole clients are protected")
-    selection: SelectionView | None = left_out(default=None, description="the best round so far, with selection")
+    privacy: CentralPrivacyView | None = left_out(None, "where whole clients are protected")
+    selection: SelectionView | None = left_out(None, "the best round so far, with selection")
 
 
 class FederationPage(BaseModel):
@@ -270,8 +272,8 @@ class ClientView(BaseModel):
     num_classes: int
     domain: Domain | None
     device: str
-    release: str | None = Field(None, description="of promptfed; null before 0.2.0")
-    system: str | None = Field(None, description="operating system, processor, Python; null before 0.3.0")
+    release: str | None = Field(default=None, description="of promptfed; null before 0.2.0")
+    system: str | None = Field(default=None, description="operating system, processor, Python; null before 0.3.0")
     grey: GreyScale = None
     enrolled_at: datetime
     last_seen: datetime | None
@@ -291,8 +293,8 @@ class Receipt(BaseModel):
 
     task_id: str
     status: Literal["accepted", "failed"]
-    sha256: Annotated[str | None, left_out(description="of a body of tensors, as it is stored")] = None
-    next: Annotated[Task | None, left_out(description="the client's next task, if it asked for that")] = None
+    sha256: str | None = left_out(None, "of a body of tensors, as it is stored")
+    next: Task | None = left_out(None, "the client's next task, if it asked for that")
 
 
 class UpdateReceipt(Receipt):
@@ -316,17 +318,14 @@ class Health(BaseModel):
 class TokenRequest(Message):
     """Whom an enrolment token shall let in, and how long."""
 
-    hours: Annotated[float | None, Field(gt=0, le=24 * 366, description="default: the coordinator's setting")] = None
-    name: Annotated[Name | None, Field(description="by which it is listed; default: its id")] = None
-    role: Annotated[Role | None, Field(description="the only one that those may have who enrol with it")] = None
-    uses: Annotated[int, Field(ge=1, le=100_000, description="how many clients can enrol with it")] = 1
-    client: Annotated[
-        str | None, Field(max_length=100, description="the one client whose reset name it gives back; uses is 1")
-    ] = None
-    address: Annotated[
-        str | None,
-        Field(max_length=2000, description="where clients reach the coordinator: the answer has an invitation to it"),
-    ] = None
+    hours: float | None = option(None, "default: the coordinator's setting", gt=0, le=24 * 366)
+    name: Name | None = option(None, "by which it is listed; default: its id")
+    role: Role | None = option(None, "the only one that those may have who enrol with it")
+    uses: int = option(1, "how many clients can enrol with it", ge=1, le=100_000)
+    client: str | None = option(None, "the one client whose reset name it gives back; uses is 1", max_length=100)
+    address: str | None = option(
+        None, "where clients reach the coordinator: the answer has an invitation to it", max_length=2000
+    )
 
     @model_validator(mode="after")
     def _one_client_is_one_use(self) -> TokenRequest:
@@ -349,7 +348,7 @@ class MintedToken(BaseModel):
     name: str
     uses: int
     role: Role | None
-    invitation: Annotated[str | None, Field(description="for `promptfed join`, where an address was given")] = None
+    invitation: str | None = option(None, "for `promptfed join`, where an address was given")
 
 
 class RefusedEnrolment(BaseModel):
@@ -390,7 +389,7 @@ class OperatorRequest(Message):
 
     name: Annotated[Name, Field(description="the person's or program's, as the audit log will have it")]
     role: Annotated[OperatorRole, Field(description="viewer reads, operator steers, admin also names operators")]
-    hours: Annotated[float, Field(gt=0, le=24 * 366, description="how long it is good")] = 24.0 * 90
+    hours: float = option(24.0 * 90, "how long it is good", gt=0, le=24 * 366)
 
 
 class MintedOperator(BaseModel):
@@ -528,4 +527,6 @@ class PrivacyView(BaseModel):
     smallest_sum: int | None = Field(description="clients in the smallest secure sum so far")
     failures: dict[str, int] = Field(description="tasks that a client's budget or policy has refused, by kind")
     warnings: list[str]
-    unreadable: list[str] = Field([], description="stored answers that are left out, as they cannot be read, and why")
+    unreadable: list[str] = Field(
+        default=[], description="stored answers that are left out, as they cannot be read, and why"
+    )

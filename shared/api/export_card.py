@@ -121,8 +121,8 @@ class PrivacySummary(BaseModel):
     epsilon_max: float | None
     epsilon_median: float | None
     epsilon_replace_one: float | None = None
-    epsilon_if_secret: float | None = left_out(default=None)
-    ledger_epsilon_max: float | None = left_out(default=None)
+    epsilon_if_secret: float | None = left_out(None)
+    ledger_epsilon_max: float | None = left_out(None)
     clients: int
     delta: float | None
     clip: float | None
@@ -179,13 +179,13 @@ class Facts(BaseModel):
     seed: int
     domains: list[Domain]
     participants: list[Participant]
-    origin: Origin | None = left_out(default=None, description="the export that the federation started from")
-    licence: Licence | None = left_out(default=None)
-    selection: SelectionView | None = left_out(default=None, description="how the round was chosen, if it is the one")
+    origin: Origin | None = left_out(None, "the export that the federation started from")
+    licence: Licence | None = left_out(None)
+    selection: SelectionView | None = left_out(None, "how the round was chosen, if it is the one")
     accuracy: Accuracies | None
-    unreadable: int = left_out(0, default=0, description="answers of clients that could not be read, and count nowhere")
+    unreadable: int = left_out(0, "answers of clients that could not be read, and count nowhere")
     privacy: PrivacySummary | None = None
-    secure_aggregation: SumsSummary | None = left_out(default=None)
+    secure_aggregation: SumsSummary | None = left_out(None)
     bytes: Traffic | None = Field(description="null where it is secret who took part, which they would tell")
     hashes: Hashes
 
@@ -220,7 +220,7 @@ class CardFile(BaseModel):
 
     bytes: Annotated[int, Field(ge=0)]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    tensors: dict[str, TensorShape] | None = left_out(default=None)
+    tensors: dict[str, TensorShape] | None = left_out(None)
 
 
 class Made(BaseModel):
@@ -239,6 +239,6 @@ class Card(Facts):
     files: dict[str, CardFile]
     made: Made
     signature: str | None = left_out(
-        default=None,
-        description="of earlier exports: over the federation's id, the round and the state's hash, and nothing else",
+        None,
+        "of earlier exports: over the federation's id, the round and the state's hash, and nothing else",
     )

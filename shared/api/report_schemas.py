@@ -51,14 +51,16 @@ class SpentPrivacy(BaseModel):
     """
 
     epsilon: float | None = Field(description="zero-out: neighbours differ in a unit whose contribution is nothing")
-    epsilon_replace_one: float | None = Field(None, description="of neighbours one of whose units is another one")
+    epsilon_replace_one: float | None = Field(
+        default=None, description="of neighbours one of whose units is another one"
+    )
     delta: float
     noise_multiplier: float
     noise: Literal["secret", "seeded"]
     ledger_epsilon: Annotated[
         float, Field(ge=0, le=MOST_EPSILON, description="of the site's ledger, which counts all its federations")
     ]
-    ledger_epsilon_replace_one: Annotated[float | None, Field(ge=0, le=LARGEST_EPSILON)] = None
+    ledger_epsilon_replace_one: float | None = Field(default=None, ge=0, le=LARGEST_EPSILON)
 
 
 class CentralPrivacy(BaseModel):
@@ -69,8 +71,12 @@ class CentralPrivacy(BaseModel):
     """
 
     epsilon: float
-    epsilon_replace_one: float | None = Field(None, description="of neighbours one of whose clients is another one")
-    epsilon_if_secret: float | None = Field(None, description="with Poisson sampling, if nobody learns who took part")
+    epsilon_replace_one: float | None = Field(
+        default=None, description="of neighbours one of whose clients is another one"
+    )
+    epsilon_if_secret: float | None = Field(
+        default=None, description="with Poisson sampling, if nobody learns who took part"
+    )
     delta: float
     clip: float
     noise_multiplier: float
@@ -90,8 +96,8 @@ class UpdateReport(BaseModel):
     sha256: str
     bytes: int
     norm: float
-    change: float | None = Field(None, description="L2, from the payload; null before the phase's aggregate")
-    far: float | None = Field(None, description="how many times the median change, where it is over ten times")
+    change: float | None = Field(default=None, description="L2, from the payload; null before the phase's aggregate")
+    far: float | None = Field(default=None, description="how many times the median change, where it is over ten times")
     received_at: datetime
     verdict: Literal["counted", "clipped", "rejected", "discarded", "pending", "unused"]
     weight: float | None
@@ -149,7 +155,7 @@ class SecureReport(BaseModel):
     sum_weight: float | None
     mean_norm: float | None = Field(description="L2 norm of the mean change")
     privacy: dict[str, SpentPrivacy] | None = left_out(
-        default=None, description="of differential privacy: what each masked change has made of its client's ledger"
+        None, "of differential privacy: what each masked change has made of its client's ledger"
     )
 
 
@@ -164,8 +170,8 @@ class PhaseReport(StageReport):
     state_hash: str | None = Field(description="the state after this phase")
     metrics: dict[str, float] = Field(description="clients' metrics, averaged with the counted weights")
     measured: MeasuredView = Field(description="the method's own numbers, such as PLAN's attention shares γ")
-    privacy: CentralPrivacy | None = left_out(default=None, description="of a mean that the coordinator has noised")
-    secure: SecureReport | None = left_out(default=None, description="of a secure sum, one phase an attempt")
+    privacy: CentralPrivacy | None = left_out(None, "of a mean that the coordinator has noised")
+    secure: SecureReport | None = left_out(None, "of a secure sum, one phase an attempt")
 
 
 class SpentCounts(BaseModel):
@@ -188,7 +194,7 @@ class ClientEvaluation(BaseModel):
     zero_shot: dict[str, SplitResult]
     metrics: dict[str, float]
     withheld: bool = False  # measured, and kept by the site: accuracies depend on records, and no noise covers them
-    privacy: SpentCounts | None = left_out(default=None, description="of accuracies that are noisy counts")
+    privacy: SpentCounts | None = left_out(None, "of accuracies that are noisy counts")
     received_at: datetime
 
     def template_accuracy(self, split: str) -> float | None:

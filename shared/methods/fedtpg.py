@@ -43,7 +43,7 @@ class FedTPGHyper(pf.Hyperparameters):
     """The generator's sizes."""
 
     label_space: pf.LabelSpace = "client"
-    m: int = pf.option(4, "number of context vectors, and of learned queries", ge=1, le=64)
+    m: int = pf.option(4, "learned vectors; and queries for them", ge=1, le=64)
     heads: int = pf.option(4, "heads of the attention; they divide the tower's width", ge=1, le=64)
     feedforward: FeedForward = pf.option(
         "relu", "h_φ: two layers of d_t with ReLU (the paper's text), or d→8d→GEGLU→4d→d (its released code)"

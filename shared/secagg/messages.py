@@ -104,7 +104,7 @@ class KeysAnswer(SecureMessage):
 
     entry: Entry
     signature: Hex64
-    limits: Annotated[Limits | None, left_out()] = None
+    limits: Limits | None = left_out(None)
 
 
 class RosterMessage(SecureMessage):

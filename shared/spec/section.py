@@ -23,9 +23,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
 
-def left_out(at: object = None, **given: Any) -> Any:
-    """A field that JSON leaves out where its value is ``at``, so that older readers and signatures stay valid."""
-    return Field(exclude_if=lambda value: value == at, **given)
+def option(default: Any, description: str, **bounds: Any) -> Any:
+    """A setting: its default, its meaning in words, and pydantic's bounds, such as ``ge`` and ``le``."""
+    return Field(default=default, description=description, **bounds)
+
+
+def left_out(at: Any = None, description: str | None = None, **given: Any) -> Any:
+    """A field that JSON leaves out at its default ``at``, so that older readers and signatures stay valid."""
+    return Field(**{"default": at, "description": description} | given, exclude_if=lambda value: value == at)
 
 
 def ceil_fraction(fraction: float, count: int) -> int:

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from promptfed.shared.privacy.accounting import LEAST_DELTA, LEAST_NOISE, MOST_NOISE
-from promptfed.shared.spec.section import Section, ceil_fraction, left_out
+from promptfed.shared.spec.section import Section, ceil_fraction, left_out, option
 
 FINAL = "final-test"
 """The phase in which the chosen round's state is tested, once, after the last round."""
@@ -45,13 +45,9 @@ Evaluations = Literal["withheld", "noisy", "plain"]
 class SelectionSpec(Section):
     """Which round is exported. The clients' mean counts; of equal rounds the first is chosen."""
 
-    metric: Annotated[Literal["accuracy", "macro_f1"], Field(description="of the clients' held-out images")] = (
-        "accuracy"
-    )
-    split: Annotated[Literal["validation"], Field(description="what each round is measured on")] = "validation"
-    share: Annotated[
-        float, Field(gt=0, lt=1, description="share of each trainer's training images that is held out for it")
-    ] = 0.2
+    metric: Literal["accuracy", "macro_f1"] = option("accuracy", "what chooses the best round; of held-out images")
+    split: Literal["validation"] = option("validation", "images that choose the best round")
+    share: float = option(0.2, "share of a trainer's training images that is held out for the choice", gt=0, lt=1)
 
 
 def best(means: Mapping[int, float]) -> int | None:
@@ -62,26 +58,22 @@ def best(means: Mapping[int, float]) -> int | None:
 class ParticipationSpec(Section):
     """Who is asked, how many must answer, and how long they have. ``min_clients`` are for the start alone."""
 
-    min_clients: Annotated[int, Field(ge=1, le=100_000)] = 1
-    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    quorum: Annotated[float, Field(gt=0, le=1)] = 1.0
-    deadline_seconds: Annotated[float, Field(gt=0, le=30 * 86400)] = 600.0
-    on_missed_quorum: Literal["pause", "fail"] = "pause"
-    draw: Annotated[
-        Literal["secret", "public"],
-        left_out(
-            "secret",
-            description="who is asked follows from a secret of the coordinator, shown at the end, or from the seed",
-        ),
-    ] = "secret"
-    sampling: Annotated[
-        Literal["fixed", "poisson"],
-        left_out(
-            "fixed",
-            description="fixed: the same number each round; poisson: each client independently with probability "
-            "fraction, by a secret that is never shown (with privacy.level client)",
-        ),
-    ] = "fixed"
+    min_clients: int = option(1, "sites that must have joined; to train, before the start", ge=1, le=100_000)
+    fraction: float = option(
+        1.0, "share of sites asked in a round; rounded up, at least 1, or a sum's minimum", gt=0, le=1
+    )
+    quorum: float = option(1.0, "share of those asked that must answer", gt=0, le=1)
+    deadline_seconds: float = option(600.0, "seconds for an answer; in each phase", gt=0, le=30 * 86400)
+    on_missed_quorum: Literal["pause", "fail"] = option("pause", "if too few answer; after one extension")
+    draw: Literal["secret", "public"] = left_out(
+        "secret",
+        "where the draw of sites comes from: a secret, shown at the end, or the seed",
+    )
+    sampling: Literal["fixed", "poisson"] = left_out(
+        "fixed",
+        "how sites are drawn; fixed: the same number each round; poisson: each independently with "
+        "probability fraction, by a secret that is never shown (with privacy.level client)",
+    )
 
     @property
     def is_secret(self) -> bool:
@@ -95,14 +87,16 @@ class ServerOptimizerSpec(Section):
     x ← x + η·v with v ← β·v + Δ (momentum), or x ← x + η·m/(√v + τ) with m ← β₁·m + (1 − β₁)·Δ (the others).
     """
 
-    optimizer: Literal["none", "momentum", "adagrad", "adam", "yogi"] = "none"
-    learning_rate: Annotated[
-        float | None, Field(gt=0, le=1000, description="η; default: 1 for momentum, 0.01 for the others")
-    ] = None
-    momentum: Annotated[float | None, Field(ge=0, lt=1, description="β of momentum; default: 0.9")] = None
-    beta1: Annotated[float | None, Field(ge=0, lt=1, description="β₁; default: 0 for adagrad, else 0.9")] = None
-    beta2: Annotated[float | None, Field(ge=0, lt=1, description="β₂ of adam and yogi; default: 0.99")] = None
-    tau: Annotated[float | None, Field(gt=0, le=1000, description="τ, outside the root; default: 0.001")] = None
+    optimizer: Literal["none", "momentum", "adagrad", "adam", "yogi"] = option(
+        "none", "optimizer of the coordinator: a step on the aggregated change (FedAvgM, FedAdagrad ...)"
+    )
+    learning_rate: float | None = option(
+        None, "learning rate η of the coordinator; default: 1 for momentum, 0.01 for the others", gt=0, le=1000
+    )
+    momentum: float | None = option(None, "momentum β of the coordinator; default: 0.9", ge=0, lt=1)
+    beta1: float | None = option(None, "first moment's decay β₁; default: 0 for adagrad, else 0.9", ge=0, lt=1)
+    beta2: float | None = option(None, "second moment's decay β₂ of adam and yogi; default: 0.99", ge=0, lt=1)
+    tau: float | None = option(None, "least second moment τ; outside the root; default: 0.001", gt=0, le=1000)
 
     @model_validator(mode="before")
     @classmethod
@@ -126,36 +120,26 @@ class AggregationSpec(Section):
     Numbers of samples are the clients' own word: rules other than the mean weigh all alike unless told otherwise.
     """
 
-    weighting: Annotated[
-        Literal["samples", "uniform"],
-        Field(description="default: samples for the mean, uniform for all other rules"),
-    ] = "samples"
-    rule: Annotated[Rule, Field(description="rules other than the mean need methods whose phases are all means")] = (
-        "mean"
+    weighting: Literal["samples", "uniform"] = option(
+        "samples", "what weighs a site; default: samples for the mean, uniform for all other rules"
     )
-    tolerate: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            lt=0.5,
-            validate_default=True,
-            description="share of the updates that may be bad: trimmed_mean cuts it off at either end, and krum and "
-            f"multi_krum take f = floor(tolerate * K); default for these: {TOLERATE}",
-        ),
-    ] = None
-    clip_norm: Annotated[
-        Annotated[float, Field(gt=0)] | Literal["median"] | None,
-        Field(
-            description="largest L2 distance of an update from the state that its client began with; longer ones are "
-            "shortened to it before the rule is applied; median: the median of the phase's updates"
-        ),
-    ] = None
-    max_weight_share: Annotated[
-        float | None,
-        Field(
-            gt=0, le=1, description="largest share of one client's weight; null: 2/K if five or more answer; 1: no cap"
-        ),
-    ] = None
+    rule: Rule = option("mean", "how updates become one; all but the mean need methods whose phases are means")
+    tolerate: float | None = option(
+        None,
+        "share of the updates that may be bad: trimmed_mean cuts it off at either end, and krum and "
+        f"multi_krum take f = floor(tolerate * K); default for these: {TOLERATE}",
+        gt=0,
+        lt=0.5,
+        validate_default=True,
+    )
+    clip_norm: Annotated[float, Field(gt=0)] | Literal["median"] | None = option(
+        None,
+        "longest change of a site; its L2 distance from the state that it began with; longer ones are "
+        "shortened to it before the rule is applied; median: the median of the phase's updates",
+    )
+    max_weight_share: float | None = option(
+        None, "largest share of one client's weight; null: 2/K if five or more answer; 1: no cap", gt=0, le=1
+    )
     server: ServerOptimizerSpec = ServerOptimizerSpec()
 
     @model_validator(mode="before")
@@ -202,9 +186,9 @@ class SecureAggregationSpec(Section):
     ``step_seconds``: for each of the four exchanges after training.
     """
 
-    threshold: Annotated[float, Field(gt=0.5, le=1)] = 0.6
-    minimum: Annotated[int, Field(ge=3, le=1024)] = 3
-    step_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
+    threshold: float = option(0.6, "share of sites that open a secure sum; above a half", gt=0.5, le=1)
+    minimum: int = option(3, "fewest sites of a secure sum", ge=3, le=1024)
+    step_seconds: float = option(120.0, "seconds for a step of a secure sum; of four after training", gt=0, le=86400)
 
 
 def sample_size(fraction: float, eligible: int, secure: SecureAggregationSpec | None) -> int:
@@ -221,7 +205,7 @@ class Weighting(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
     weighting: Literal["samples", "uniform"]
-    max_weight_share: Annotated[float | None, Field(gt=0, le=1)] = None
+    max_weight_share: float | None = Field(default=None, gt=0, le=1)
 
     @classmethod
     def of(cls, spec: AggregationSpec) -> Weighting:
@@ -276,10 +260,10 @@ def whole_weights(samples: Mapping[Key, int], rules: AggregationSpec | Weighting
 class CompressionSpec(Section):
     """The encoding of changes. The state itself is not rounded."""
 
-    up: Annotated[
-        Literal["none", "bf16", "int8"],
-        left_out("none", description="bf16; int8: with a scale for each 1024 entries; both are rounded at random"),
-    ] = "none"
+    up: Literal["none", "bf16", "int8"] = left_out(
+        "none",
+        "encoding of changes; int8: with a scale for each 1024 entries; rounded at random",
+    )
 
 
 class PrivacySpec(BaseModel):
@@ -291,44 +275,34 @@ class PrivacySpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
-    level: Annotated[
-        Literal["none", "sample", "client"],
-        Field(description="the noise protects one record of a client, or a whole client"),
-    ] = "none"
-    clip: Annotated[
-        float | None, Field(gt=0, le=16, description="C, the largest L2 norm of one unit's contribution")
-    ] = None
-    noise_multiplier: Annotated[
-        float | None, Field(ge=LEAST_NOISE, le=MOST_NOISE, description="z: the noise's standard deviation is z·C")
-    ] = None
-    epsilon: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=100,
-            description="ε that the whole federation may cost each client, instead of noise_multiplier; level client: "
-            "both may be given, and then rounds end before ε is exceeded",
-        ),
-    ] = None
-    delta: Annotated[
-        float | None,
-        Field(
-            ge=LEAST_DELTA,
-            lt=1,
-            description="level sample: the largest δ that a ledger may use; level client: the federation's, below "
-            "1/N, by default the power of ten at or below a tenth of 1/min_clients",
-        ),
-    ] = None
-    unit: Annotated[Literal["record", "group"], Field(description="what is protected at level sample")] = "record"
-    per_group: Annotated[int, Field(ge=1, le=1024, description="records of a group that count")] = 8
-    evaluation: Annotated[
-        Evaluations | None,
-        Field(description="which accuracies leave a site; default: withheld at levels sample and client"),
-    ] = None
-    evaluation_epsilon: Annotated[float, Field(gt=0, le=10, description="ε of one noisy count")] = 0.1
-    accept_noise: Annotated[bool, Field(description="run even if the noise is larger than all that can be learned")] = (
-        False
+    level: Literal["none", "sample", "client"] = option(
+        "none", "what noise protects: one record of a client, or a whole client"
     )
+    clip: float | None = option(None, "longest contribution C of one unit; an L2 norm", gt=0, le=16)
+    noise_multiplier: float | None = option(
+        None, "noise z, in contributions: its standard deviation is z·C", ge=LEAST_NOISE, le=MOST_NOISE
+    )
+    epsilon: float | None = option(
+        None,
+        "privacy budget ε: what it may cost each client, instead of noise_multiplier; level client: "
+        "both may be given, and then rounds end before ε is exceeded",
+        gt=0,
+        le=100,
+    )
+    delta: float | None = option(
+        None,
+        "privacy budget's δ; level sample: the largest that a ledger may use; level client: below "
+        "1/N, by default the power of ten at or below a tenth of 1/min_clients",
+        ge=LEAST_DELTA,
+        lt=1,
+    )
+    unit: Literal["record", "group"] = option("record", "unit that is protected at level sample")
+    per_group: int = option(8, "records of a group that count", ge=1, le=1024)
+    evaluation: Evaluations | None = option(
+        None, "accuracies that leave a site; default: withheld at levels sample and client"
+    )
+    evaluation_epsilon: float = option(0.1, "ε of one noisy count", gt=0, le=10)
+    accept_noise: bool = option(False, "run even if the noise is larger than all that can be learned")
 
     @property
     def protects_records(self) -> bool:

@@ -17,7 +17,7 @@ from promptfed.shared.errors import BadInput
 from promptfed.shared.plain_text import expect_visible
 from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
-from promptfed.shared.spec.section import RELEASE, Section, left_out
+from promptfed.shared.spec.section import RELEASE, Section, left_out, option
 from promptfed.shared.spec.sections import (
     AggregationSpec,
     CompressionSpec,
@@ -147,31 +147,27 @@ class BackboneShape(Section):
     towers that there are.
     """
 
-    d_t: Annotated[Width | None, Field(description="width of the text tower, if prompts can enter it")] = None
-    d_v: Annotated[Width | None, Field(description="width of the vision tower, if prompts can enter it")] = None
+    d_t: Width | None = option(None, "width of the text tower, if prompts can enter it")
+    d_v: Width | None = option(None, "width of the vision tower, if prompts can enter it")
     d_e: Annotated[Width, Field(description="dimension of the joint embedding")]
-    text_layers: Depth | None = None
-    vision_layers: Depth | None = None
-    context_length: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
-    patch_size: Annotated[
-        Annotated[int, Field(ge=1, le=4096)] | None, Field(description="side of the vision tower's patches, in pixels")
-    ] = None
-    patch_tokens: Annotated[
-        Annotated[int, Field(ge=1, le=1 << 16)] | None,
-        Field(
-            description="number of patches of an image that have a feature in the joint space, if the tower gives them"
-        ),
-    ] = None
-    mlp_width: Annotated[
-        Annotated[int, Field(ge=1, le=1 << 18)] | None,
-        Field(description="width of the perceptrons in the vision tower's blocks, if its weights can be trained"),
-    ] = None
-    positions: Annotated[
-        Annotated[int, Field(ge=1, le=1 << 16)] | None,
-        Field(description="number of positional embeddings of the vision tower, including that of [cls]"),
-    ] = None
-    heads_v: Annotated[Depth | None, Field(description="attention heads of the vision tower")] = None
-    heads_t: Annotated[Depth | None, Field(description="attention heads of the text tower")] = None
+    text_layers: Depth | None = option(None, "blocks of the text tower")
+    vision_layers: Depth | None = option(None, "blocks of the vision tower")
+    context_length: int | None = option(None, "positions of the text tower", ge=1, le=1 << 20)
+    patch_size: int | None = option(None, "side of the vision tower's patches, in pixels", ge=1, le=4096)
+    patch_tokens: int | None = option(
+        None,
+        "number of patches of an image that have a feature in the joint space, if the tower gives them",
+        ge=1,
+        le=1 << 16,
+    )
+    mlp_width: int | None = option(
+        None, "width of the perceptrons in the vision tower's blocks, if its weights can be trained", ge=1, le=1 << 18
+    )
+    positions: int | None = option(
+        None, "number of positional embeddings of the vision tower, including that of [cls]", ge=1, le=1 << 16
+    )
+    heads_v: Depth | None = option(None, "attention heads of the vision tower")
+    heads_t: Depth | None = option(None, "attention heads of the text tower")
 
     def differences(self, other: BackboneShape) -> str:
         """Where ``other`` has another size than is known here, as ``d_t 64 instead of 32``; empty: nowhere."""
@@ -183,53 +179,56 @@ class BackboneShape(Section):
 class BackboneSpec(Section):
     """The frozen model that every client loads for itself."""
 
-    model: Annotated[str, Field(min_length=1, max_length=200), Visible] = "promptfed-photo"
-    pretrained: Annotated[str, Field(min_length=1, max_length=200), Visible] | None = "embedded"
-    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    fingerprint: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
-    shape: BackboneShape | None = None
+    model: Annotated[str, Visible] = option(
+        "promptfed-photo",
+        "name of the model: one of open_clip, or `timm:NAME` for methods without text; left out, it follows from "
+        "the data and the method",
+        min_length=1,
+        max_length=200,
+    )
+    pretrained: Annotated[str, Field(min_length=1, max_length=200), Visible] | None = option(
+        "embedded", "weights of the model: open_clip's tag, or `embedded` for promptfed's own"
+    )
+    precision: Literal["fp32", "fp16", "bf16"] = option("fp32", "precision of the model: number format of its towers")
+    fingerprint: StateHash | None = option(
+        None, "SHA-256 of the weights; default: that of the first client that enrols"
+    )
+    shape: BackboneShape | None = option(None, "sizes of the towers; default: as the first client says them")
 
 
 class TrainingSpec(Section):
     """Local training of one task. The optimizer is fresh for every client and task."""
 
-    epochs: Annotated[int, Field(ge=1, le=10_000)] = 1
-    batch_size: Annotated[int, Field(ge=1, le=100_000)] = 32
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    learning_rate: Annotated[float, Field(gt=0, le=1000)] = 0.002
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    weight_decay: Annotated[float, Field(ge=0, le=10)] = 5e-4
-    schedule: Literal["constant", "cosine"] = "cosine"
-    augmentation: Annotated[
-        Literal["none", "crop_flip"],
-        left_out(
-            "none", description="crop_flip: random crops and flips of training images, as in the code of CoOp and MaPLe"
-        ),
-    ] = "none"
-    views: Annotated[
-        int,
-        left_out(
-            VIEWS,
-            ge=1,
-            le=1024,
-            description="number of views of each image, if crop_flip is used and image features are kept",
-        ),
-    ] = VIEWS
-    threads: Annotated[int, Field(ge=1, le=256)] = 1
-    deterministic: bool = False
-    tf32: Annotated[
-        bool,
-        left_out(
-            False,
-            description="GPUs that can do so multiply float32 numbers in TF32: faster, to three digits",
-        ),
-    ] = False
+    epochs: int = option(1, "passes over the images in a round", ge=1, le=10_000)
+    batch_size: int = option(32, "images of a step", ge=1, le=100_000)
+    optimizer: Literal["sgd", "adam", "adamw"] = option("sgd", "optimizer: a new one in a round")
+    learning_rate: float = option(0.002, "learning rate; `promptfed tune` chooses one for your data", gt=0, le=1000)
+    momentum: float = option(0.9, "momentum; of SGD", ge=0, lt=1)
+    weight_decay: float = option(5e-4, "weight decay; of the trained tensors", ge=0, le=10)
+    schedule: Literal["constant", "cosine"] = option("cosine", "course of the learning rate; over the rounds")
+    augmentation: Literal["none", "crop_flip"] = left_out(
+        "none",
+        "changes of training images: crop_flip crops and flips them, as CoOp's and MaPLe's code does",
+    )
+    views: int = left_out(
+        VIEWS,
+        "views of each image; if crop_flip is used and image features are kept",
+        ge=1,
+        le=1024,
+    )
+    threads: int = option(1, "processor threads of a task", ge=1, le=256)
+    deterministic: bool = option(
+        False, "the same numbers in every repetition: only deterministic algorithms, also on a GPU"
+    )
+    tf32: bool = left_out(False, "faster multiplication on GPUs: float32 numbers in TF32, to three digits")
 
 
 class EvaluationSpec(Section):
     """``every``: rounds between evaluations, besides the one before round 1 and the one after the last round."""
 
-    every: Annotated[int, Field(ge=1, le=100_000)] = 1
+    every: int = option(
+        1, "rounds between evaluations; the first and the last state are always evaluated", ge=1, le=100_000
+    )
 
 
 class AdmissionSpec(Section):
@@ -239,53 +238,56 @@ class AdmissionSpec(Section):
     square root of how many numbers the update has.
     """
 
-    max_bytes: Annotated[int, Field(ge=1024, le=1 << 31)] = 64 << 20
-    max_update_norm: Annotated[float, Field(gt=0)] | None = None
+    max_bytes: int = option(64 << 20, "most bytes of an update", ge=1024, le=1 << 31)
+    max_update_norm: float | None = option(None, "longest accepted change; an L2 norm", gt=0)
 
 
 class Origin(Section):
     """The export whose state a federation starts from."""
 
-    card: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$", description="digest of its card.json")]
-    federation: Annotated[str, Field(max_length=200, description="the federation that it is the result of"), Visible]
-    licence: Annotated[Licence | None, Field(description="of that result")] = None
+    card: Annotated[
+        str, Field(pattern=r"^sha256:[0-9a-f]{64}$", description="card of the result it starts from: its digest")
+    ]
+    federation: Annotated[
+        str, Field(max_length=200, description="result it starts from: the federation's name"), Visible
+    ]
+    licence: Licence | None = option(None, "licence of that result")
 
 
 class FederationSpec(Section):
     """One run, resolved: a method with its hyperparameters, a backbone, rounds, participation rules, a seed."""
 
-    name: Name
-    method: dict[str, Any]
+    name: Annotated[Name, Field(description="name of the federation; at its coordinator")]
+    method: Annotated[dict[str, Any], Field(description="method: its `name`, and its own options beside it")]
     backbone: BackboneSpec = BackboneSpec()
-    task: Annotated[
-        Literal["single_label", "multi_label"],
-        left_out("single_label", description="multi_label: any number of the classes may be present in an image"),
-    ] = "single_label"
-    class_names: ClassNames | None = None
-    template: Template | None = "a photo of a {}."  # none: each data source's own
-    continues: Annotated[
-        StateHash | None,
-        left_out(description="state hash of an earlier federation's export, which this one has to start from"),
-    ] = None
-    origin: Annotated[Origin | None, left_out(description="that export, as its card says it")] = None
-    licence: Annotated[Licence | None, left_out(description="of the result; its card says it")] = None
-    rounds: Annotated[int, Field(ge=0, le=100_000)] = 10  # 0: the state that it `continues` is evaluated
+    task: Literal["single_label", "multi_label"] = left_out(
+        "single_label",
+        "labels of an image: with multi_label any number of the classes may be present",
+    )
+    class_names: ClassNames | None = option(None, "classes to choose among; default: each client's own")
+    template: Template | None = option(
+        "a photo of a {}.", "sentence around a class name; `{}` is the name; none: each data source's own"
+    )
+    continues: StateHash | None = left_out(None, "state that it continues: its hash in an earlier federation's export")
+    origin: Origin | None = left_out(None, "that export, as its card says it")
+    licence: Licence | None = left_out(None, "licence of the result; its card says it")
+    rounds: int = option(10, "rounds: how many; 0: the state that it continues is evaluated", ge=0, le=100_000)
     training: TrainingSpec = TrainingSpec()
     participation: ParticipationSpec = ParticipationSpec()
-    compression: Annotated[
-        CompressionSpec, left_out(CompressionSpec(), description="how clients' changes are encoded on their way")
-    ] = CompressionSpec()
+    compression: CompressionSpec = left_out(CompressionSpec(), "how clients' changes are encoded on their way")
     aggregation: AggregationSpec = AggregationSpec()
-    secure_aggregation: Annotated[SecureAggregationSpec | None, left_out()] = None
+    secure_aggregation: SecureAggregationSpec | None = left_out(None)
     evaluation: EvaluationSpec = EvaluationSpec()
     admission: AdmissionSpec = AdmissionSpec()
-    privacy: Annotated[PrivacySpec, left_out(PrivacySpec())] = PrivacySpec()
-    retention: Literal["all", "last_round"] = "all"
-    start: Literal["manual", "when_ready"] = "manual"
-    selection: Annotated[
-        SelectionSpec | None, left_out(description="the result is the best round's; default: the last round's")
-    ] = None
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    privacy: PrivacySpec = left_out(PrivacySpec())
+    retention: Literal["all", "last_round"] = option(
+        "all", "tensors that are kept: updates, payloads and states of all rounds, or of the last one only"
+    )
+    start: Literal["manual", "when_ready"] = option(
+        "manual", "how it begins: with `when_ready` by itself, once `min_clients` have enrolled"
+    )
+    selection: SelectionSpec | None = left_out(None, "the result is the best round's; default: the last round's")
+    seed: int = option(0, "seed of random numbers: all draws of the federation follow from it", ge=0, lt=1 << 63)
 
     @property
     def figure(self) -> str:

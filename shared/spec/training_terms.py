@@ -33,28 +33,14 @@ class TrainingTerms(BaseModel):
     template: Annotated[str, Field(max_length=500), Visible] | None
     rounds: Annotated[int, Field(ge=0, le=100_000)]
     seed: Annotated[int, Field(description="batches, initial prompts and crops of training follow from it")]
-    privacy: Annotated[
-        PrivacySpec | None,
-        left_out(description="how training is protected; left out where it is not"),
-    ] = None
-    secure_aggregation: Annotated[
-        SecureAggregationSpec | None,
-        left_out(
-            description="how updates become a sum that nobody can look into; left out where they are sent in the clear"
-        ),
-    ] = None
+    privacy: PrivacySpec | None = left_out(None, "how training is protected; left out where it is not")
+    secure_aggregation: SecureAggregationSpec | None = left_out(
+        None, "how updates become a sum that nobody can look into; left out where they are sent in the clear"
+    )
 
-    weighting: Annotated[
-        Weighting | None,
-        left_out(description="of secure sums: how much each client counts"),
-    ] = None
-    selection: Annotated[
-        SelectionSpec | None,
-        left_out(description="training images are held out, and each round is measured on them"),
-    ] = None
-    compression: Annotated[
-        CompressionSpec, left_out(CompressionSpec(), description="how changes are encoded on their way")
-    ] = CompressionSpec()
+    weighting: Weighting | None = left_out(None, "of secure sums: how much each client counts")
+    selection: SelectionSpec | None = left_out(None, "training images are held out, and each round is measured on them")
+    compression: CompressionSpec = left_out(CompressionSpec(), "how changes are encoded on their way")
 
     @classmethod
     def of(cls, spec: FederationSpec, **known: Any) -> TrainingTerms:

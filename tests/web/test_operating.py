@@ -259,7 +259,7 @@ def test_a_run_file_becomes_a_federation_and_its_clients_invitations(coordinator
     for wrong, told in (
         ("name: eyes\nrounds: 3: 4", "line 2: a colon is not allowed here"),
         (RUN.replace('m": 4', 'm": -4').replace("rate: 0.5", "rate: 0"), "Learned vectors: "),
-        (json.dumps({"name": "two words", "method": {"name": "promptfl"}}), "Name: "),
+        (json.dumps({"name": "two words", "method": {"name": "promptfl"}}), "Name of the federation: "),
     ):
         text.fill(wrong)
         page.get_by_role("button", name="Create from it").click()

@@ -14,12 +14,12 @@ from promptfed.shared.methods.core.interface import (
     NeedsBackbone,
     ServerContext,
     Split,
-    option,
 )
 from promptfed.shared.methods.core.objectives import Objective
 from promptfed.shared.methods.core.text_features import spoken
 from promptfed.shared.methods.core.training import ClassificationLoss, leaf, train
 from promptfed.shared.seeds import Draws
+from promptfed.shared.spec.section import option
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.lazy import Tensor, no_grad, torch
@@ -42,7 +42,7 @@ PLAIN = "a photo of a {}."
 class ContextHyper(Hyperparameters):
     """Hyperparameters of a learned context (CoOp, Zhou et al. 2022, section 3.2)."""
 
-    m: int = option(16, "number of context vectors", ge=1, le=64)
+    m: int = option(16, "learned vectors", ge=1, le=64)
     context_init: str | None = option(
         None, "words whose token embeddings start the context; default: N(0, 0.02²)", max_length=200
     )
@@ -53,7 +53,7 @@ class WordsHyper(Hyperparameters):
 
     m: int | None = option(
         None,
-        "number of context vectors, which start as N(0, 0.02²); left out: changes of the template's last "
+        "learned vectors: they start as N(0, 0.02²); left out: changes of the template's last "
         f"{TEMPLATE_WORDS} words before {{}}, which start at zero, so that round 0 is zero-shot",
         ge=1,
         le=64,

@@ -30,8 +30,8 @@ SHARE = "domain_share:"  # before a domain's name: its mean share of a client's 
 LabelSpace = Annotated[
     Literal["federation", "client"],
     Field(
-        description="class names over which training and the accuracy on a client's own test images take their "
-        "softmax: the federation's where the spec names them, or the client's own"
+        description="classes that are told apart in training and in the accuracy on a client's own test images: the "
+        "federation's where the spec names them, or the client's own"
     ),
 ]
 
@@ -112,11 +112,6 @@ class Hyperparameters(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     label_space: LabelSpace = "federation"
-
-
-def option(default: Any, description: str, **bounds: Any) -> Any:
-    """A hyperparameter: its default, its documentation, and pydantic's bounds, such as ``ge`` and ``le``."""
-    return Field(default=default, description=description, **bounds)
 
 
 def defaults(

@@ -39,7 +39,6 @@ from promptfed.shared.methods.core.interface import TrainResult as TrainResult
 from promptfed.shared.methods.core.interface import Updates as Updates
 from promptfed.shared.methods.core.interface import defaults as defaults
 from promptfed.shared.methods.core.interface import layer as layer
-from promptfed.shared.methods.core.interface import option as option
 from promptfed.shared.methods.core.objectives import Objective as Objective
 from promptfed.shared.methods.core.text_features import template_features as template_features
 from promptfed.shared.methods.core.training import ClassificationLoss as ClassificationLoss
@@ -48,6 +47,7 @@ from promptfed.shared.methods.core.training import leaf as leaf
 from promptfed.shared.methods.core.training import leaves as leaves
 from promptfed.shared.methods.core.training import train as train
 from promptfed.shared.seeds import generator as generator
+from promptfed.shared.spec.section import option as option
 from promptfed.shared.spec.spec import BackboneShape as BackboneShape
 from promptfed.shared.spec.spec import FederationSpec as FederationSpec
 from promptfed.shared.tensors.transfer import sent_to as sent_to
