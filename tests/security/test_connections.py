@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from promptfed.coordinator import server
-from promptfed.coordinator.http import callers, throttle
+from promptfed.coordinator.http import connections, throttle
 from promptfed.shared.messages import EnrolRequest
 from promptfed.shared.service import http_connection, net
 from promptfed.testing.clients import (
@@ -192,7 +192,7 @@ def test_a_long_poll_outlasts_the_time_for_a_head(coordinator: InThread, monkeyp
 
 def test_one_connection_too_many_ends_no_other(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator.get("/v1/federations")
-    monkeypatch.setattr(callers, "most_connections", lambda: 3)
+    monkeypatch.setattr(connections, "most_connections", lambda: 3)
     with ExitStack() as open_:
         for _ in range(2):
             open_.enter_context(connect(coordinator))
