@@ -39,27 +39,36 @@ def init(
         return
     if folder is None:
         raise BadInput("name a new folder, as in: promptfed init mine")
-    run = (START / RUN).read_text() if preset is None else _of_paper(preset, root)
+    run, missing = ((START / RUN).read_text(), "") if preset is None else _of_paper(preset, root)
     with new_folder(folder):
         for file in START.iterdir():
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
         (folder / RUN).write_text(run)
-    say(f"{folder} is ready. Go on with: cd {folder} && promptfed simulate {RUN}")
+    if missing:
+        say(f"{folder} has the settings, and `simulate` refuses until its data are there: {missing}")
+    else:
+        say(f"{folder} is ready. Go on with: cd {folder} && promptfed simulate {RUN}")
 
 
-def _of_paper(name: str, root: Path) -> str:
-    """The run file of the first federation of a paper's table, by the table's last method."""
+def _of_paper(name: str, root: Path) -> tuple[str, str]:
+    """The run file of the first federation of a paper's table, by the table's last method, and what data it lacks."""
     import yaml
 
     from promptfed.experiments.bench.presets import read_preset
+    from promptfed.experiments.bench.protocols import without_data
     from promptfed.runtime.run_file import ClientEntry
+    from promptfed.shared.data import DataError
 
     preset = read_preset(name)
     panel = preset.panels()[0]
-    where = str(root.absolute())
+    bench, missing = preset.bench((0,), panel=panel, root=str(root.absolute())), ""
     try:
-        jobs = preset.bench((0,), panel=panel, root=where).jobs()
+        jobs = bench.jobs()
+    except DataError as error:
+        missing = f"{str(error).rstrip('.')}; {preset.wanted(str(root))}"
+        with without_data():
+            jobs = bench.jobs()
     except PromptfedError as error:
         raise BadInput(f"{str(error).rstrip('.')}; {preset.wanted(str(root))}") from None
     own = list(preset.methods)[-1]
@@ -73,9 +82,16 @@ def _of_paper(name: str, root: Path) -> str:
     head = [f"# {preset.title}", f"# The table's methods: {', '.join(preset.methods)}"]
     if preset.each:
         head.append(f"# Its data sets: {', '.join(preset.each)}; here {panel}")
+    if missing:
+        head += [
+            f"# Missing: {missing}",
+            "# Make it again then: class names and their division come from them.",
+        ]
     run = {**job.spec, "name": name.partition(":")[2], "clients": clients}
+    if missing:
+        run.pop("class_names", None)
     plain = json.loads(json.dumps(run))  # YAML has no tuples
-    return "\n".join(head) + "\n" + yaml.safe_dump(plain, sort_keys=False, width=120)
+    return "\n".join(head) + "\n" + yaml.safe_dump(plain, sort_keys=False, width=120), missing
 
 
 @app.add(section="Try and simulate")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -44,7 +45,6 @@ def test_the_folder_runs_as_its_readme_says(tmp_path: Path) -> None:
     ("arguments", "why"),
     [
         (["mine", "--from", "paper:fedpgp-offic"], "use one of"),
-        (["mine", "--from", "paper:fedpgp-office"], "this table wants below --root"),
     ],
 )
 def test_what_cannot_be_made_leaves_nothing(
@@ -55,6 +55,39 @@ def test_what_cannot_be_made_leaves_nothing(
     assert done.exit_code == Exit.BAD_INPUT
     assert why in " ".join(done.output.split())
     assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("preset", ["paper:fedpgp-office", "paper:plan-pacs", "paper:fedtpg-5-classes"])
+def test_settings_are_written_before_their_data_are_there(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["init", "mine", "--from", preset, "--root", "d"])
+    assert done.exit_code == 0, done.output
+    assert "this table wants below --root d: " in done.output.splitlines()[-1]
+    text = Path("mine/run.yaml").read_text()
+    assert "# Missing: " in text
+    raw = yaml.safe_load(text)
+    assert "class_names" not in raw
+    assert raw["rounds"] > 1
+    assert len(raw["clients"]) > 1
+    small = raw | {"backbone": {"model": "promptfed-tiny", "pretrained": "embedded"}}  # the paper's is a download
+    Path("mine/run.yaml").write_text(yaml.safe_dump(small))
+    refused = CliRunner().invoke(app, ["simulate", "mine/run.yaml"])
+    assert refused.exit_code == Exit.BAD_INPUT, refused.output
+    assert str(tmp_path / "d") in refused.stderr
+
+
+def test_data_that_are_there_and_do_not_fit_are_no_missing_data(tmp_path: Path) -> None:
+    for domain, kind in (("amazon", "bike"), ("caltech", "bike"), ("dslr", "mug"), ("webcam", "bike")):
+        place = tmp_path / "office_caltech_10" / domain / kind
+        place.mkdir(parents=True)
+        for number in range(10):
+            Image.new("RGB", (32, 32), (number, 0, 0)).save(place / f"{number}.png")
+    arguments = ["init", str(tmp_path / "mine"), "--from", "paper:fedpgp-office", "--root", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == Exit.BAD_INPUT
+    assert not (tmp_path / "mine").exists()
 
 
 def test_a_paper_s_settings_become_a_run_file(tmp_path: Path) -> None:
