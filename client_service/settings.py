@@ -19,6 +19,7 @@ from promptfed.shared.privacy.accounting import MOST_EPSILON
 from promptfed.shared.service.environment import CLIENT, is_of_a_link, not_structured, unread_variables
 from promptfed.shared.service.net import addresses_of, check_addresses, is_loopback
 from promptfed.shared.service.reasons import offence, why
+from promptfed.shared.spec.section import option
 from promptfed.shared.spec.spec import NAME_PATTERN, Name
 
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:\d+)?)$"
@@ -42,16 +43,10 @@ class Settings(BaseSettings):
         Field(description="this client's name in the federation; default: that in the state folder, else the host's"),
     ]
     data: Annotated[str, Field(min_length=1, description="data URI, as in folder:/data/pets or symbols:sketch")]
-    domain: Annotated[
-        str | None,
-        Field(
-            description="description of what the images look like, as in 'a sketch of a {}'; default: the data's own"
-        ),
-    ] = None
-    test: Annotated[
-        list[str],
-        Field(description="a further test set, NAME=URI, measured in every evaluation; repeatable"),
-    ] = []
+    domain: str | None = option(
+        None, "description of what the images look like, as in 'a sketch of a {}'; default: the data's own"
+    )
+    test: list[str] = option([], "a further test set, NAME=URI, measured in every evaluation; repeatable")
     state_dir: Annotated[
         Path,
         Field(
@@ -59,107 +54,74 @@ class Settings(BaseSettings):
             "~/.local/state/promptfed/COORDINATOR/FEDERATION/NAME"
         ),
     ]
-    enrolment_token_file: Annotated[
-        Path | None, Field(description="file with the enrolment token; not needed once enrolled")
-    ] = None
-    reset_private: Annotated[bool, Field(description="discard this client's private tensors and start them again")] = (
-        False
+    enrolment_token_file: Path | None = option(None, "file with the enrolment token; not needed once enrolled")
+    reset_private: bool = option(False, "discard this client's private tensors and start them again")
+    new_data: bool = option(False, "go on although the data have changed since this client last started")
+    role: Role = option("trainer", "trainer, or evaluator (test data only)")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    allow_backbone: list[str] = option(
+        [], "a model outside open_clip's registry that the federation may name; repeatable"
     )
-    new_data: Annotated[
-        bool, Field(description="go on although the data have changed since this client last started")
-    ] = False
-    role: Annotated[Role, Field(description="trainer, or evaluator (test data only)")] = "trainer"
-    device: Annotated[str, Field(description="auto, cpu, cuda or cuda:N")] = "auto"
-    allow_backbone: Annotated[
-        list[str],
-        Field(description="a model outside open_clip's registry that the federation may name; repeatable"),
-    ] = []
-    backbone_file: Annotated[
-        Path | None,
-        Field(
-            description="file of the backbone's weights, or a folder with one, instead of a download; weights "
-            "other than the federation's are refused"
-        ),
-    ] = None
-    feature_cache: Annotated[
-        Path | None,
-        Field(description="folder of image features, which clients may share; default: in the state folder"),
-    ] = None
-    policy: Annotated[
-        Path | None,
-        Field(description="this site's policy; default: ~/.config/promptfed/policy.yaml, if it exists"),
-    ] = None
-    dataset: Annotated[
-        Name,
-        Field(description="name of this owner's data set, whose privacy budget all federations on it share"),
-    ] = "default"
-    ledger: Annotated[
-        Path | None,
-        Field(description="file of its privacy budget; default: ~/.local/state/promptfed/ledger/DATASET.jsonl"),
-    ] = None
-    max_epsilon: Annotated[
-        float,
-        Field(gt=0, le=MOST_EPSILON, description="privacy budget ε of the data set, over all federations together"),
-    ] = 8.0
-    ca_file: Annotated[
-        Path | None,
-        Field(
-            description="PEM file of the only trusted authority: the coordinator's, or that of a proxy that inspects "
-            "TLS; default: those that this machine's system trusts"
-        ),
-    ] = None
-    proxy: Annotated[
-        str | None,
-        Field(
-            description="proxy to the coordinator, as in http://USER:PASSWORD@proxy.example.org:3128, or none; "
-            "default: that of HTTPS_PROXY, ALL_PROXY and NO_PROXY"
-        ),
-    ] = None
-    client_cert: Annotated[
-        Path | None, Field(description="PEM certificate in this client's name, if the coordinator asks for one")
-    ] = None
-    client_key: Annotated[Path | None, Field(description="its key; default: in the certificate's file")] = None
-    allow_plain_http: Annotated[
-        bool, Field(description="permit http:// to another machine; the client's secret then travels unencrypted")
-    ] = False
-    give_up_after: Annotated[
-        float, Field(gt=0, description="seconds without any answer of the coordinator after which the client ends")
-    ] = 3600.0
-    api_host: Annotated[str, Field(description="address of the client's own API")] = "127.0.0.1"
-    api_port: Annotated[
-        int, Field(ge=0, le=65535, description="its port; 0: any free one, written to api.url in the state folder")
-    ] = 0
-    api_token_file: Annotated[
-        Path | None, Field(description="file with the API's bearer token; required if the address is not loopback")
-    ] = None
-    yes: Annotated[bool, Field(description="join without asking; without a terminal nobody is asked anyway")] = False
-    agree: Annotated[
-        str | None,
-        Field(
-            description="join without asking if the offer has this digest, even if it has changed; the last line of "
-            "the text about what leaves this machine shows the digest"
-        ),
-    ] = None
-    withdraw: Annotated[
-        bool, Field(description="withdraw consent: this client ends, and takes no further part until you agree again")
-    ] = False
-    delete_private: Annotated[
-        bool,
-        Field(description="with --withdraw: delete private tensors, features and prompts from the state folder"),
-    ] = False
-    fingerprint: Annotated[
-        bool,
-        Field(description="print the fingerprint of this client's identity key, for owners to compare, and end"),
-    ] = False
-    sent: Annotated[
-        bool,
-        Field(description="print every message that has left this machine, from the state folder's record, and end"),
-    ] = False
-    check: Annotated[
-        bool, Field(description="only check everything, show what would leave this machine, and end without joining")
-    ] = False
-    serve: Annotated[bool, Field(description="keep serving predictions after the federation has ended")] = False
-    log_format: Annotated[Literal["text", "json"], Field(description="one line of text or JSON per event")] = "text"
+    backbone_file: Path | None = option(
+        None,
+        "file of the backbone's weights, or a folder with one, instead of a download; weights "
+        "other than the federation's are refused",
+    )
+    feature_cache: Path | None = option(
+        None, "folder of image features, which clients may share; default: in the state folder"
+    )
+    policy: Path | None = option(None, "this site's policy; default: ~/.config/promptfed/policy.yaml, if it exists")
+    dataset: Name = option("default", "name of this owner's data set, whose privacy budget all federations on it share")
+    ledger: Path | None = option(
+        None, "file of its privacy budget; default: ~/.local/state/promptfed/ledger/DATASET.jsonl"
+    )
+    max_epsilon: float = option(
+        8.0, "privacy budget ε of the data set, over all federations together", gt=0, le=MOST_EPSILON
+    )
+    ca_file: Path | None = option(
+        None,
+        "PEM file of the only trusted authority: the coordinator's, or that of a proxy that inspects "
+        "TLS; default: those that this machine's system trusts",
+    )
+    proxy: str | None = option(
+        None,
+        "proxy to the coordinator, as in http://USER:PASSWORD@proxy.example.org:3128, or none; "
+        "default: that of HTTPS_PROXY, ALL_PROXY and NO_PROXY",
+    )
+    client_cert: Path | None = option(None, "PEM certificate in this client's name, if the coordinator asks for one")
+    client_key: Path | None = option(None, "its key; default: in the certificate's file")
+    allow_plain_http: bool = option(
+        False, "permit http:// to another machine; the client's secret then travels unencrypted"
+    )
+    give_up_after: float = option(
+        3600.0, "seconds without any answer of the coordinator after which the client ends", gt=0
+    )
+    api_host: str = option("127.0.0.1", "address of the client's own API")
+    api_port: int = option(0, "its port; 0: any free one, written to api.url in the state folder", ge=0, le=65535)
+    api_token_file: Path | None = option(
+        None, "file with the API's bearer token; required if the address is not loopback"
+    )
+    yes: bool = option(False, "join without asking; without a terminal nobody is asked anyway")
+    agree: str | None = option(
+        None,
+        "join without asking if the offer has this digest, even if it has changed; the last line of "
+        "the text about what leaves this machine shows the digest",
+    )
+    withdraw: bool = option(
+        False, "withdraw consent: this client ends, and takes no further part until you agree again"
+    )
+    delete_private: bool = option(
+        False, "with --withdraw: delete private tensors, features and prompts from the state folder"
+    )
+    fingerprint: bool = option(
+        False, "print the fingerprint of this client's identity key, for owners to compare, and end"
+    )
+    sent: bool = option(
+        False, "print every message that has left this machine, from the state folder's record, and end"
+    )
+    check: bool = option(False, "only check everything, show what would leave this machine, and end without joining")
+    serve: bool = option(False, "keep serving predictions after the federation has ended")
+    log_format: Literal["text", "json"] = option("text", "one line of text or JSON per event")
 
     @model_validator(mode="before")
     @classmethod

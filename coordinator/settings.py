@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from promptfed.shared.service.environment import COORDINATOR, is_of_a_link, unread_variables
 from promptfed.shared.service.net import is_loopback
 from promptfed.shared.service.reasons import why
+from promptfed.shared.spec.section import option
 
 DEFAULT_PORT = 8080
 POSTGRES = ("postgresql+psycopg://", "postgresql://", "postgres://")
@@ -40,82 +41,57 @@ class Settings(BaseSettings):
         env_prefix=COORDINATOR, extra="forbid", hide_input_in_errors=True, env_ignore_empty=True
     )
 
-    data_dir: Annotated[Path, Field(description="database, blobs, operator token")] = Path("coordinator-data")
-    database_url: Annotated[
-        SecretStr | None,
-        Field(
-            description="postgresql+psycopg://USER:PASSWORD@HOST/NAME "
-            "(default, or where empty: SQLite in the data folder)"
-        ),
-    ] = None
-    database_url_file: Annotated[
-        Path | None, Field(description="a file with this URL; other users of the machine can see options")
-    ] = None
-    database_wait_seconds: Annotated[
-        float, Field(ge=0, description="how long to wait for the database at the start")
-    ] = 30.0
-    store: Annotated[
-        str | None,
-        Field(
-            description="s3://BUCKET/PREFIX: blobs over 256 KB are objects there; credentials and endpoint come "
-            "from the environment, as for AWS's tools (default: they are files in the data folder)"
-        ),
-    ] = None
-    host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535, description="port to listen on, 0 for any free one")] = DEFAULT_PORT
-    port_file: Annotated[Path | None, Field(description="write the base URL here once the coordinator answers")] = None
-    advertise_url: Annotated[
-        str | None,
-        Field(description="this coordinator's address, if several wait for each other on one PostgreSQL database"),
-    ] = None
-    operator_token_file: Annotated[
-        Path | None,
-        Field(description="file with the first admin's token (default: created in the data folder at the first start)"),
-    ] = None
-    signing_key_file: Annotated[
-        Path | None, Field(description="PEM of the Ed25519 key that signs states (default: created in the data folder)")
-    ] = None
-    allow_plain_http: Annotated[bool, Field(description="listen without TLS on an address that others can reach")] = (
-        False
+    data_dir: Path = option(Path("coordinator-data"), "database, blobs, operator token")
+    database_url: SecretStr | None = option(
+        None, "postgresql+psycopg://USER:PASSWORD@HOST/NAME (default, or where empty: SQLite in the data folder)"
     )
-    tls_cert: Annotated[Path | None, Field(description="PEM certificate chain")] = None
-    tls_key: Annotated[Path | None, Field(description="PEM private key")] = None
-    tls_client_ca: Annotated[
-        Path | None,
-        Field(description="PEM of the authority that signs client certificates; each client must show one in its name"),
-    ] = None
-    forwarded_allow_ips: Annotated[
-        str | None,
-        Field(description="comma-separated addresses of proxies whose X-Forwarded-For is believed"),
-    ] = None
-    max_uploads: Annotated[int, Field(ge=1, le=1000, description="uploads received at once")] = 8
-    upload_wait_seconds: Annotated[
-        float, Field(ge=0, description="how long further uploads wait before they get 503")
-    ] = 20.0
-    upload_timeout_seconds: Annotated[float, Field(gt=0, description="how long a request's body may take")] = 300.0
-    auth_failures_per_minute: Annotated[
-        int, Field(ge=1, description="wrong tokens that an address may send in a minute before it must wait")
-    ] = 60
-    token_hours: Annotated[float, Field(gt=0, description="how long an enrolment token is valid")] = 168.0
-    bootstrap: Annotated[Path | None, Field(description="spec (YAML) of a federation to create if it is absent")] = None
-    enrolment_token_file: Annotated[Path | None, Field(description="where --bootstrap writes an enrolment token")] = (
-        None
+    database_url_file: Path | None = option(None, "a file with this URL; other users of the machine can see options")
+    database_wait_seconds: float = option(30.0, "how long to wait for the database at the start", ge=0)
+    store: str | None = option(
+        None,
+        "s3://BUCKET/PREFIX: blobs over 256 KB are objects there; credentials and endpoint come "
+        "from the environment, as for AWS's tools (default: they are files in the data folder)",
     )
-    enrolment_token_uses: Annotated[
-        int | None,
-        Field(ge=1, le=100_000, description="how many clients enrol with it (default: the spec's min_clients)"),
-    ] = None
-    verify: Annotated[
-        bool,
-        Field(description="check everything that is stored, list what is damaged, and end with 0, or 1 if anything is"),
-    ] = False
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Field(description="debug, info, warning or error")
-    ] = "info"
-    log_format: Annotated[
-        Literal["auto", "text", "json"],
-        Field(description="text, json, or auto: text at a terminal, json elsewhere"),
-    ] = "auto"
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(DEFAULT_PORT, "port to listen on, 0 for any free one", ge=0, le=65535)
+    port_file: Path | None = option(None, "write the base URL here once the coordinator answers")
+    advertise_url: str | None = option(
+        None, "this coordinator's address, if several wait for each other on one PostgreSQL database"
+    )
+    operator_token_file: Path | None = option(
+        None, "file with the first admin's token (default: created in the data folder at the first start)"
+    )
+    signing_key_file: Path | None = option(
+        None, "PEM of the Ed25519 key that signs states (default: created in the data folder)"
+    )
+    allow_plain_http: bool = option(False, "listen without TLS on an address that others can reach")
+    tls_cert: Path | None = option(None, "PEM certificate chain")
+    tls_key: Path | None = option(None, "PEM private key")
+    tls_client_ca: Path | None = option(
+        None, "PEM of the authority that signs client certificates; each client must show one in its name"
+    )
+    forwarded_allow_ips: str | None = option(
+        None, "comma-separated addresses of proxies whose X-Forwarded-For is believed"
+    )
+    max_uploads: int = option(8, "uploads received at once", ge=1, le=1000)
+    upload_wait_seconds: float = option(20.0, "how long further uploads wait before they get 503", ge=0)
+    upload_timeout_seconds: float = option(300.0, "how long a request's body may take", gt=0)
+    auth_failures_per_minute: int = option(
+        60, "wrong tokens that an address may send in a minute before it must wait", ge=1
+    )
+    token_hours: float = option(168.0, "how long an enrolment token is valid", gt=0)
+    bootstrap: Path | None = option(None, "spec (YAML) of a federation to create if it is absent")
+    enrolment_token_file: Path | None = option(None, "where --bootstrap writes an enrolment token")
+    enrolment_token_uses: int | None = option(
+        None, "how many clients enrol with it (default: the spec's min_clients)", ge=1, le=100_000
+    )
+    verify: bool = option(
+        False, "check everything that is stored, list what is damaged, and end with 0, or 1 if anything is"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "debug, info, warning or error")
+    log_format: Literal["auto", "text", "json"] = option(
+        "auto", "text, json, or auto: text at a terminal, json elsewhere"
+    )
 
     @field_validator("port", mode="before")
     @classmethod
