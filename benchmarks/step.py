@@ -48,7 +48,7 @@ from promptfed.shared.methods.core.interface import ClientContext, Method, Serve
 from promptfed.shared.methods.core.objectives import Protection
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.spec import BackboneSpec, TrainingSpec
+from promptfed.shared.spec.spec import TEMPLATE, BackboneSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.replay import Operations
@@ -60,7 +60,6 @@ WAYS = {
     "plain": "plain",
 }  # text passes; plain: all positions, open_clip's blocks
 NO_WORK = ("aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::lift_fresh")
-TEMPLATE = "a photo of a {}."
 CHUNK = 100
 RATE_OF_COMPARISON = 1000.0  # one step changes weights by the gradient times this: float32 then holds all its digits
 RATE_OF_STANDING = 1e-30

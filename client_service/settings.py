@@ -16,8 +16,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.shared.messages import Role
 from promptfed.shared.privacy.accounting import MOST_EPSILON
+from promptfed.shared.service.addresses import addresses_of, check_addresses, is_loopback
 from promptfed.shared.service.environment import CLIENT, is_of_a_link, not_structured, unread_variables
-from promptfed.shared.service.net import addresses_of, check_addresses, is_loopback
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.spec.section import option
 from promptfed.shared.spec.spec import NAME_PATTERN, Name

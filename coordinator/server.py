@@ -35,7 +35,8 @@ from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.shared.files import write_whole
 from promptfed.shared.machine import share_heaps
 from promptfed.shared.messages import ENDED
-from promptfed.shared.service.net import HOW_TO_RAISE, bind, most_connections, raise_open_files, url_of
+from promptfed.shared.service.addresses import bind, url_of
+from promptfed.shared.service.open_files import HOW_TO_RAISE, most_connections, raise_open_files
 from promptfed.shared.service.reasons import named, why
 
 log = logging.getLogger("promptfed.coordinator")

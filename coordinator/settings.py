@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from promptfed.shared.service.addresses import is_loopback
 from promptfed.shared.service.environment import COORDINATOR, is_of_a_link, unread_variables
-from promptfed.shared.service.net import is_loopback
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.section import option
 

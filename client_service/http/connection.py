@@ -21,8 +21,9 @@ from pydantic import BaseModel, ValidationError
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.shared.messages import Problem
+from promptfed.shared.service.addresses import Addresses
 from promptfed.shared.service.digests import CHANGED, Damaged, is_proven
-from promptfed.shared.service.net import PROXY_LOGIN, Addresses, explained, is_certificate_error
+from promptfed.shared.service.net import PROXY_LOGIN, explained, is_certificate_error
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.spec.section import PROTOCOL, VERSION, OtherVersion, expect_ours
 

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError, model_validator
 from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.shared.messages import EnrolmentInfo, Role, Task
 from promptfed.shared.privacy.accounting import LEAST_DELTA, MOST_EPSILON, steps_of
-from promptfed.shared.service.net import addresses_of
+from promptfed.shared.service.addresses import addresses_of
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.service.yaml_text import read_yaml
 from promptfed.shared.spec.section import Section

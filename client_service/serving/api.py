@@ -20,7 +20,7 @@ from promptfed.client_service.serving.own_page import OwnPageOnly
 from promptfed.client_service.serving.page import router
 from promptfed.client_service.serving.prediction import BadImage, NoPrompts, Predictor, TooManyPixels
 from promptfed.client_service.serving.problems import ApiProblem, refusals
-from promptfed.shared.service.net import is_loopback
+from promptfed.shared.service.addresses import is_loopback
 
 
 class ClassProbability(BaseModel):

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from promptfed.shared.messages import PROBLEM_BASE
-from promptfed.shared.service.net import is_loopback
+from promptfed.shared.service.addresses import is_loopback
 
 
 class OwnPageOnly:

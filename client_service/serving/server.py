@@ -10,8 +10,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.shared.service.addresses import bind, url_of
 from promptfed.shared.service.http_connection import LimitedHttpProtocol
-from promptfed.shared.service.net import bind, url_of
 from promptfed.shared.service.reasons import why
 
 STOP_SECONDS = 1

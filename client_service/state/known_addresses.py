@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from promptfed.client_service.state.private_state import PrivateState
-from promptfed.shared.service.net import Addresses
+from promptfed.shared.service.addresses import Addresses
 
 log = logging.getLogger("promptfed.client")
 

@@ -10,7 +10,7 @@ import asyncio
 
 from promptfed.coordinator.http.certificates import names_shown, with_certificate
 from promptfed.shared.service.http_connection import LimitedHttpProtocol
-from promptfed.shared.service.net import most_connections
+from promptfed.shared.service.open_files import most_connections
 
 ACCEPTED_AT_ONCE = 32  # several times as many may have been accepted before the first of them is looked at
 QUEUE = 2048  # connections that the system keeps until they are accepted

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from promptfed.coordinator.store.backend import CannotOpen, one_line
 from promptfed.shared import get_extra
 from promptfed.shared.machine import own_folder
-from promptfed.shared.service.net import is_loopback
+from promptfed.shared.service.addresses import is_loopback
 
 if TYPE_CHECKING:
     from obstore.store import S3Store

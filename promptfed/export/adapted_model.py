@@ -15,7 +15,7 @@ from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.training.data import LocalSplit
 from promptfed.console.output import class_names as split_names
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.api.export_card import TEMPLATE, Facts, classes_of
+from promptfed.shared.api.export_card import Facts, classes_of
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.data import open_source
 from promptfed.shared.data.pixels import Scale
@@ -42,7 +42,7 @@ from promptfed.shared.methods.core.several_labels import (
 )
 from promptfed.shared.methods.core.tower import Merges, checkpoint_of
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.spec.spec import BackboneShape, SpecError
+from promptfed.shared.spec.spec import TEMPLATE, BackboneShape, SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors, method_part
 

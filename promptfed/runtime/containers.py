@@ -23,7 +23,7 @@ from promptfed.runtime.processes import Services, Site, client_options, revive
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.shared.errors import BadInput, Failed, Unreachable
-from promptfed.shared.service.net import bind
+from promptfed.shared.service.addresses import bind
 
 LABEL = "promptfed.launch"
 IMAGES = {"coordinator": "promptfed-coordinator", "client": "promptfed-client"}

@@ -33,18 +33,16 @@ from promptfed.shared.errors import (
     offences,
 )
 from promptfed.shared.service import digests
-from promptfed.shared.service.digests import Damaged
-from promptfed.shared.service.net import (
+from promptfed.shared.service.addresses import (
     GONE_SECONDS,
     QUIET_SECONDS,
     Addresses,
     address_parts,
     addresses_of,
-    explained,
-    http_options,
     is_loopback,
-    trust,
 )
+from promptfed.shared.service.digests import Damaged
+from promptfed.shared.service.net import explained, http_options, trust
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.spec.section import PROTOCOL
 

@@ -22,7 +22,7 @@ from promptfed.shared.messages import (
     Task,
     TaskKind,
 )
-from promptfed.shared.service.net import check_addresses
+from promptfed.shared.service.addresses import check_addresses
 from promptfed.shared.spec.section import left_out, option
 from promptfed.shared.spec.sections import SelectionSpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, Name

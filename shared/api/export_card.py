@@ -30,7 +30,6 @@ BACKBONE_WEIGHTS = f"{BACKBONE_FOLDER}/open_clip_model.safetensors"
 LISTED = frozenset({STATE_FILE, WEIGHTS_FILE, MARKDOWN_FILE, MERGED_FILE, BACKBONE_CONFIG, BACKBONE_WEIGHTS})
 """Files that a card may name. A closed list: no path leaves the folder, and nothing in it is code."""
 SIGNATURE_FILE = "card.json.sig"  # the coordinator's signature of card.json, in hexadecimal
-TEMPLATE = "a photo of a {}."
 SPEC_NAMES, TRAINER_NAMES, GIVEN_NAMES = "the federation's spec", "the federation's trainers", "who exported it"
 MOST_CARD_BYTES = 8 << 20  # what a coordinator reads of a JSON body
 OF_TOWERS = {"checkpoint": None, "transport": "float32", "cache_blocks": False, "private": "none", "hessian": False}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from promptfed.shared.data.classes import SYMBOLS
+from promptfed.shared.spec.spec import TEMPLATE
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Demo:
     clients: tuple[tuple[str, str], ...]
     unseen: tuple[str, str]
     batch_size: int
-    template: str = "a photo of a {}."
+    template: str = TEMPLATE
     method: str = "promptfl"
     others: Mapping[str, int] = field(default_factory=dict)
     class_names: tuple[str, ...] | None = None  # for methods with a row for each class

@@ -30,6 +30,7 @@ from promptfed.shared.files import open_file
 from promptfed.shared.plain_text import likeness, merged, quoted, seen
 from promptfed.shared.service import reasons
 from promptfed.shared.service.reasons import why
+from promptfed.shared.spec.spec import TEMPLATE
 
 log = logging.getLogger("promptfed.data")
 
@@ -39,7 +40,6 @@ _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # other than comma
 _CELLS = {"": UNKNOWN, "0": 0, "1": 1, "0.0": 0, "1.0": 1}  # what a cell of a class's column may hold
 
 Rows = Sequence[tuple[int, dict[str, str]]]  # the lines of a table with their numbers
-TEMPLATE = "a photo of a {}."
 WORDS_FILE = "domain.txt"  # file in a folder that describes its images in words
 SKIP = "on_unreadable"  # the option that leaves out what cannot be read
 _SPLITS = ("train", "test")

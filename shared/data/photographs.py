@@ -16,6 +16,7 @@ from promptfed.shared.data.image_files import read_image
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split
 from promptfed.shared.service.reasons import why
+from promptfed.shared.spec.spec import TEMPLATE
 
 TESTED = 4  # of so many photographs one is for tests
 
@@ -92,7 +93,7 @@ def open_stamps(body: str, options: Options) -> Source:
         raise DataError(f"{options.uri}: there are no stamps in {root}: {text}.")
     names = tuple(sorted({str(named[path]) for path in files}))
     classes = [names.index(str(named[path])) for path in files]
-    return _source(files, names, classes, squared, None, "a photo of a {}.", options, root)
+    return _source(files, names, classes, squared, None, TEMPLATE, options, root)
 
 
 def _is_photograph(path: Path) -> bool:

@@ -18,8 +18,8 @@ from promptfed.shared.data.pixels import UNREADABLE, Grey, in_rgb
 from promptfed.shared.data.source import DataError, Source, Split, one_scale, refuse_special_files
 from promptfed.shared.plain_text import merged
 from promptfed.shared.service.reasons import why
+from promptfed.shared.spec.spec import TEMPLATE
 
-TEMPLATE = "a photo of a {}."
 # The templates of CoOp's experiments (Zhou et al., 2022, appendix A) that differ from the plain one.
 TEMPLATES = {
     "OxfordIIITPet": "a photo of a {}, a type of pet.",

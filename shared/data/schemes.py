@@ -59,7 +59,7 @@ SCHEMES = {
         "emoji:flat", "521 things as three designers drew them, in seven styles",
     ),
     "emoji-scenes": Scheme(
-        "emoji.source:open_scenes", ("count", "test_count", "seed", "purpose"),
+        "emoji.scenes:open_scenes", ("count", "test_count", "seed", "purpose"),
         "emoji-scenes:flat", "scenes of one to five emoji, with several labels each",
     ),
     "folder": Scheme(

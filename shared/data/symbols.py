@@ -22,6 +22,7 @@ from promptfed.shared.data.options import MOST_DRAWN, Options
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split
 from promptfed.shared.files import write_whole
 from promptfed.shared.machine import own_folder, user_cache
+from promptfed.shared.spec.spec import TEMPLATE
 
 SIZE = 48
 """Height and width of a rendered image, in pixels."""
@@ -33,7 +34,6 @@ _GLYPH = 66
 _CHUNK = 256
 PER_CLASS = 16
 TEST_PER_CLASS = 10
-TEMPLATE = "a photo of a {}."
 _DIGEST, _MOST_KEPT = 32, 512  # bytes before the pixels of a file, and files: a batch takes 0.44 MB
 _AT_ONCE = 64  # images drawn in one batch; more take more memory and no less time
 

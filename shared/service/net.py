@@ -1,20 +1,18 @@
-"""Networking of both services: addresses, TLS, proxies, and how many files may be open."""
+"""Connections of both services: whom TLS trusts, proxies, and why a connection does not come about."""
 
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import re
 import socket
 import ssl
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies
 
-from promptfed.shared import machine
+from promptfed.shared.service.addresses import addresses_of, is_loopback
 from promptfed.shared.service.reasons import why
 
 CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
@@ -26,68 +24,6 @@ NOT_YET_VALID, EXPIRED, OTHER_HOST, OTHER_ADDRESS = 9, 10, 62, 64
 
 NO_PROXY = "none"
 """The value of a proxy setting that ignores the proxies of the environment."""
-
-QUIET_SECONDS = 3.0  # without a byte, after which a caller asks ``/readyz`` whether the coordinator is there
-GONE_SECONDS = 5.0  # without a byte and without an answer to that: the caller moves on to the next address
-ENOUGH_FILES = 65_536  # where the system names no limit
-KEPT_FILES = 400  # for the database's connections, blobs, uploads and the process itself
-HOW_TO_RAISE = "raise it: ulimit -n, LimitNOFILE= of the systemd unit, or ulimits of the container"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nothing outside this machine can reach ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound to ``host`` and ``port`` (0: any free one). Raises OSError where that cannot be."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio switches Nagle's algorithm off; without, every answer would wait 40 ms.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-    except OSError:
-        listening.close()
-        raise
-    return listening
-
-
-def url_of(listening: socket.socket, host: str, scheme: str = "http") -> str:
-    """The address of what listens on ``host``."""
-    shown = f"[{host}]" if ":" in host else host
-    return f"{scheme}://{shown}:{listening.getsockname()[1]}"
-
-
-def address_parts(address: str) -> SplitResult:
-    """The parts of a service's address. Raises ValueError if it is none."""
-    try:
-        parts = urlsplit(address)
-        is_address = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0
-    except ValueError:  # a port beyond 65535, a bracket that is not closed
-        is_address = False
-    if not is_address or not address.isprintable() or " " in address:
-        raise ValueError(f"{address!r} is not an address: write http://host:port or https://host")
-    return parts
-
-
-def addresses_of(text: str) -> list[str]:
-    """The addresses that a setting names, separated by commas, each once and without a slash at its end."""
-    return list(dict.fromkeys(part.strip().rstrip("/") for part in text.split(",") if part.strip()))
-
-
-def check_addresses(text: str) -> str:
-    """The addresses of ``text``, separated by commas. Raises ValueError unless each has a scheme and a host alone."""
-    for address in addresses_of(text) or [text]:
-        parts = address_parts(address)
-        if parts.username is not None or parts.query or parts.fragment:
-            raise ValueError("must hold scheme, host, port and path only: credentials go into files")
-    return ",".join(addresses_of(text))
 
 
 def certificates_in(text: str) -> list[str]:
@@ -238,52 +174,3 @@ def proxy_parts(url: str) -> SplitResult:
 
 def _host(address: str) -> str:
     return urlsplit(address).hostname or ""
-
-
-class Addresses:
-    """Which coordinator to ask next, of several that wait for each other: one of those ``given``, by commas."""
-
-    def __init__(self, given: str):
-        self.all = addresses_of(given)
-        self.current = self.all[0]
-        self._silent: dict[str, float] = {}
-
-    @property
-    def several(self) -> bool:
-        """Whether there is another one to go to."""
-        return len(self.all) > 1
-
-    def note_silent(self, address: str) -> None:
-        """This one does not answer: others come first for a while."""
-        self._silent[address] = time.monotonic() + GONE_SECONDS
-
-    def move_on(self) -> None:
-        """Make the next address the current one, of those that have not been silent a moment ago if there are any."""
-        at = self.all.index(self.current)
-        following = [*self.all[at + 1 :], *self.all[: at + 1]]
-        now = time.monotonic()
-        self.current = next((one for one in following if self._silent.get(one, 0.0) <= now), following[0])
-
-
-def raise_open_files() -> None:
-    """Allow this process as many open files as the system lets it have: the usual 1,024 do not do for 1,000 clients."""
-    if (limits := machine.file_limits()) is not None:
-        machine.raise_file_limit(max(limits[0], open_files()))
-
-
-def open_files() -> int:
-    """The limit on open files that `raise_open_files` reaches."""
-    limits = machine.file_limits()
-    # Where nothing is the limit (macOS says so), the kernel still has one, and refuses to be asked for more.
-    return ENOUGH_FILES if limits is None or limits[1] == machine.UNLIMITED else limits[1]
-
-
-def most_connections() -> int:
-    """How many connections leave enough open files for everything else."""
-    limits = machine.file_limits()
-    return ENOUGH_FILES if limits is None or limits[0] == machine.UNLIMITED else connections_of(limits[0])
-
-
-def connections_of(files: int) -> int:
-    """How many connections a coordinator accepts with so many open files: each client has one."""
-    return max(files - KEPT_FILES, files // 2)

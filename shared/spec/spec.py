@@ -28,6 +28,7 @@ from promptfed.shared.spec.sections import (
     SelectionSpec,
 )
 
+TEMPLATE = "a photo of a {}."  # where a spec or a data source names none
 VIEWS = 8
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Visible = AfterValidator(expect_visible)
@@ -266,7 +267,7 @@ class FederationSpec(Section):
     )
     class_names: ClassNames | None = option(None, "classes to choose among; default: each client's own")
     template: Template | None = option(
-        "a photo of a {}.", "sentence around a class name; `{}` is the name; none: each data source's own"
+        TEMPLATE, "sentence around a class name; `{}` is the name; none: each data source's own"
     )
     continues: StateHash | None = left_out(None, "state that it continues: its hash in an earlier federation's export")
     origin: Origin | None = left_out(None, "that export, as its card says it")

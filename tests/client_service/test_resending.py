@@ -25,8 +25,8 @@ from promptfed.client_service.training import trainer
 from promptfed.shared.messages import PROBLEM_BASE
 from promptfed.shared.methods.promptfl import CoOp
 from promptfed.shared.seeds import derive_seed
-from promptfed.shared.service import net
-from promptfed.shared.service.net import Addresses
+from promptfed.shared.service import addresses
+from promptfed.shared.service.addresses import Addresses
 from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
@@ -321,7 +321,7 @@ Handler = Callable[[httpx.Request], Awaitable[httpx.Response]]
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "SILENT_SECONDS", GONE)
-    monkeypatch.setattr(net, "GONE_SECONDS", 60.0)
+    monkeypatch.setattr(addresses, "GONE_SECONDS", 60.0)
     monkeypatch.setattr(connection, "QUICK_BACKOFF", 0.01)
 
 

@@ -18,7 +18,7 @@ import torch
 from promptfed.coordinator import server
 from promptfed.coordinator.http import connections, throttle
 from promptfed.shared.messages import EnrolRequest
-from promptfed.shared.service import http_connection, net
+from promptfed.shared.service import http_connection, open_files
 from promptfed.testing.clients import (
     CLASSES,
     ScriptedClient,
@@ -220,15 +220,15 @@ def test_strangers_cannot_use_up_the_open_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("hard", "raised", "connected"),
-    [(4096, 4096, 3696), (600, 600, 300), (resource.RLIM_INFINITY, net.ENOUGH_FILES, 65_136)],
+    [(4096, 4096, 3696), (600, 600, 300), (resource.RLIM_INFINITY, open_files.ENOUGH_FILES, 65_136)],
 )
 def test_as_many_connections_as_files(monkeypatch: pytest.MonkeyPatch, hard: int, raised: int, connected: int) -> None:
     limits = [(256, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: limits.append(wanted))
-    net.raise_open_files()
+    open_files.raise_open_files()
     assert limits[-1] == (raised, hard)
-    assert net.most_connections() == connected
+    assert open_files.most_connections() == connected
 
 
 def test_the_start_warns_of_more_clients_than_open_files(
@@ -253,7 +253,7 @@ def test_a_limit_that_cannot_be_raised_stays(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(resource, "setrlimit", refuse)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    net.raise_open_files()
+    open_files.raise_open_files()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 

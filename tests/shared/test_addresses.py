@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from promptfed.shared.service import net
+from promptfed.shared.service import addresses
+from promptfed.shared.service.addresses import Addresses
 from promptfed.shared.service.invitation import DAMAGED, Invitation, InvitationError, decode
-from promptfed.shared.service.net import Addresses
 
 A, B, C = "https://a.example", "https://b.example", "https://c.example"
 
@@ -32,14 +32,14 @@ def test_addresses_are_separated_by_commas_and_tried_in_turn() -> None:
 
 def test_who_was_silent_comes_last_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(net.time, "monotonic", lambda: now)
+    monkeypatch.setattr(addresses.time, "monotonic", lambda: now)
     book = Addresses(f"{A},{B},{C}")
     book.note_silent(A)
     book.note_silent(B)
     for _ in range(2):
         book.move_on()
         assert book.current == C
-    now += net.GONE_SECONDS
+    now += addresses.GONE_SECONDS
     book.move_on()
     assert book.current == A
 

@@ -18,7 +18,6 @@ from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow
 from promptfed.shared.api.api_schemas import ClientView, FederationView
 from promptfed.shared.api.export_card import (
-    TEMPLATE,
     Accuracies,
     CardFile,
     Facts,
@@ -34,6 +33,7 @@ from promptfed.shared.api.export_card import (
 from promptfed.shared.api.report_schemas import CentralPrivacy, EvaluationReport, RoundReport, SpentPrivacy
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.methods import METHODS
+from promptfed.shared.spec.spec import TEMPLATE
 from promptfed.shared.tensors import Arrays, decode_place, encode, method_part, state_hash
 
 

@@ -126,7 +126,7 @@ def serve(
     from promptfed.client_service.settings import read_token
     from promptfed.export.adapted_model import predictor_of
     from promptfed.export.export import open_backbone_of
-    from promptfed.shared.service.net import is_loopback
+    from promptfed.shared.service.addresses import is_loopback
 
     if token_file is None and not is_loopback(host):
         raise Misused(f"a service on {host} needs --token-file: only loopback is open to all")

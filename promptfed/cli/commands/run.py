@@ -57,7 +57,7 @@ from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.errors import BadInput, EndedBadly, Failed, Refused
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.plain_text import counted
-from promptfed.shared.service.net import bind
+from promptfed.shared.service.addresses import bind
 from promptfed.shared.service.reasons import Exit
 from promptfed.shared.service.streams import leave
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, SpecError

@@ -211,7 +211,7 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
     from promptfed.client_service.privacy.agreement import FILE
     from promptfed.client_service.state.site_log import SiteLog
     from promptfed.shared.api.api_schemas import SpendList
-    from promptfed.shared.service.net import addresses_of
+    from promptfed.shared.service.addresses import addresses_of
 
     try:
         identity = json.loads((folder / "identity.json").read_bytes())

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from promptfed.shared import get_extra
 from promptfed.shared.errors import BadInput, Failed, PromptfedError, Unreachable
-from promptfed.shared.service.net import is_loopback
+from promptfed.shared.service.addresses import is_loopback
 
 OBJECT_STORE_BYTES = 200 << 20  # of a Ray started here: assignments and results are small
 CONNECT_SECONDS = 5.0

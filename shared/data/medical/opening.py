@@ -27,7 +27,6 @@ from tqdm import tqdm
 from promptfed.shared import get_extra
 from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.folder import (
-    TEMPLATE,
     LabelColumns,
     Rows,
     check_column,
@@ -44,6 +43,7 @@ from promptfed.shared.data.source import Source, Split
 from promptfed.shared.files import write_whole
 from promptfed.shared.machine import expect_own, make_folder, user_cache
 from promptfed.shared.service.reasons import named, why
+from promptfed.shared.spec.spec import TEMPLATE
 
 KEY_FILE = "key"
 _KEY_BYTES = 32

@@ -20,7 +20,7 @@ from promptfed.shared.methods.core.text_features import spoken
 from promptfed.shared.methods.core.training import ClassificationLoss, leaf, train
 from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.section import option
-from promptfed.shared.spec.spec import FederationSpec
+from promptfed.shared.spec.spec import TEMPLATE, FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.lazy import Tensor, no_grad, torch
 from promptfed.shared.tensors.transfer import sent_to
@@ -36,7 +36,6 @@ Penalty = Callable[["Tensor", "Tensor"], "Tensor"]
 """A term of the loss, of the trained context ``(m, d_t)`` and its text features ``(C, d_e)``."""
 
 TEMPLATE_WORDS = 4  # vectors for the last words of a template before its class name
-PLAIN = "a photo of a {}."
 
 
 class ContextHyper(Hyperparameters):
@@ -99,7 +98,7 @@ class Prompted:
     """Text features ``(..., C, d_e)`` of a task's candidates under contexts ``(..., m, d_t)`` before their names.
 
     ``of_template``: the vectors are changes of the embeddings of the template's last words before ``{}``. There zero is
-    zero-shot, and of more vectors than words the last ones count. A template without words there has those of `PLAIN`.
+    zero-shot, and of more vectors than words the last ones count. A template without words there has `TEMPLATE`'s.
     """
 
     def __init__(self, context: ClientContext, m: int, of_template: bool = False):
@@ -108,7 +107,7 @@ class Prompted:
         if not of_template:
             self._prompts = class_prompts(context, m)
             return
-        for template in (context.template, PLAIN):
+        for template in (context.template, TEMPLATE):
             texts, words = [template.replace("{}", spoken(name)) for name in names], template.partition("{}")[0]
             self._prompts = self._backbone.template_prompts(names, texts, words, m)
             if self._prompts.context_length:

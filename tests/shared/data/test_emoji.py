@@ -13,18 +13,10 @@ import torch
 
 from promptfed.shared import messages
 from promptfed.shared.data import DataError, Source, open_source
-from promptfed.shared.data.emoji import source as store
-from promptfed.shared.data.emoji.source import (
-    COMMON,
-    FILE,
-    POOLS,
-    RARE,
-    SIZE,
-    STYLES,
-    UNREAD_FAMILIES,
-    domain_of,
-    splits,
-)
+from promptfed.shared.data.emoji import pictures as store
+from promptfed.shared.data.emoji.pictures import SIZE, STYLES
+from promptfed.shared.data.emoji.source import domain_of
+from promptfed.shared.data.emoji.splits import COMMON, FILE, POOLS, RARE, UNREAD_FAMILIES, splits
 
 PERMISSIVE = {"MIT", "Apache-2.0", "OFL-1.1"}
 

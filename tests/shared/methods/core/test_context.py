@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from promptfed.shared.clip import load_backbone
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
-from promptfed.shared.methods.core.context import PLAIN, WordsHyper
+from promptfed.shared.methods.core.context import WordsHyper
 from promptfed.shared.methods.core.default_backbone import suitable
 from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, ServerContext
 from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.spec import BackboneShape
+from promptfed.shared.spec.spec import TEMPLATE, BackboneShape
 from promptfed.shared.spec.training_terms import TrainingTerms
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
 from tests.support.equality import assert_values
@@ -28,11 +28,11 @@ ADAPTERS = ("fedclip", "fedclipadapter", "fedlp", "fedtaskres")
 AT_THE_TEMPLATE = [name for name in METHODS.own() if issubclass(METHODS[name].Hyper, WordsHyper)] + [*ADAPTERS]
 BLURRY = "a blurry aerial photo of the big {}, seen from above."  # more words than vectors, and words behind
 TEMPLATES = {
-    PLAIN: PLAIN,
+    TEMPLATE: TEMPLATE,
     BLURRY: BLURRY,
     "art {}": "art {}",  # fewer words
-    "{} texture.": PLAIN,  # no word before the name
-    "un{}": PLAIN,  # none that ends there
+    "{} texture.": TEMPLATE,  # no word before the name
+    "un{}": TEMPLATE,  # none that ends there
 }
 
 
@@ -58,7 +58,7 @@ def round_zero(name: str, context: ClientContext, **hyper: Any) -> torch.Tensor:
 def test_round_zero_is_zero_shot(name: str, model: str, make_context: Make) -> None:
     backbone = load_backbone(model, "embedded")
     features = F.normalize(torch.randn(9, backbone.d_e, generator=torch.Generator().manual_seed(2)), dim=-1)
-    labels, plain = torch.zeros(9, dtype=torch.long), template_features(backbone, PLAIN, NAMES)
+    labels, plain = torch.zeros(9, dtype=torch.long), template_features(backbone, TEMPLATE, NAMES)
     kinds = [Untrained] if name in ("promptfl_ft", "pfedprompt") else [MadeUpSplit, Untrained]
     for kind, (template, of_a_context) in product(kinds, TEMPLATES.items()):
         made = replace(make_context(9), backbone=backbone, train=kind(features, labels))
@@ -67,7 +67,9 @@ def test_round_zero_is_zero_shot(name: str, model: str, make_context: Make) -> N
         assert_values(
             round_zero(name, replace(made, template=template)), backbone.logit_scale * features @ wanted.T, 1e-4
         )
-        assert taken == PLAIN or float((wanted - plain).abs().max()) > 1e-3, "so that another template would be noticed"
+        assert taken == TEMPLATE or float((wanted - plain).abs().max()) > 1e-3, (
+            "so that another template would be noticed"
+        )
 
 
 class Untrained(MadeUpSplit):

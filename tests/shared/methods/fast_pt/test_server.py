@@ -18,7 +18,7 @@ from promptfed.shared.methods.fast_pt import style_transfer as styles
 from promptfed.shared.methods.fast_pt.domains import described_domains, domain_key, trainer_domains, wording
 from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.seeds import generator, initial_draws
-from promptfed.shared.spec.spec import BackboneShape
+from promptfed.shared.spec.spec import TEMPLATE, BackboneShape
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.shared.methods.conftest import NAMES
 from tests.support import literal_fast_pt as literal
@@ -222,9 +222,6 @@ NEON_LOOK = Domain(name="neon", description="a neon sign of a {}")
 
 
 CHALKED = Domain(name="chalk", description="a chalk drawing of a {}")
-
-
-TEMPLATE = "a photo of a {}."
 
 
 def client_of_style_transfer(name: str, domain: Domain | None, role: Any = "trainer") -> ClientInfo:
