@@ -143,8 +143,9 @@ class Job:
 
     @property
     def key(self) -> str:
-        """The name of the result, which depends only on the spec and the sites."""
-        text = canonical_json([FORMAT, self.spec, [asdict(site) for site in self.trial.sites]])
+        """The name of the result, which depends only on the sites and the spec with its method's defaults of today."""
+        spec = self.resolved.model_dump(mode="json", exclude_defaults=True)
+        text = canonical_json([FORMAT, spec, [asdict(site) for site in self.trial.sites]])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property

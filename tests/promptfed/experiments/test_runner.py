@@ -24,6 +24,7 @@ from promptfed.sdk.result import Accuracy
 from promptfed.shared import get_extra
 from promptfed.shared.data import open_source
 from promptfed.shared.errors import PromptfedError
+from promptfed.shared.methods.core import registry
 from promptfed.shared.metrics.figures import calibration_error
 from promptfed.shared.service.reasons import Exit
 from promptfed.shared.spec.spec import FederationSpec
@@ -108,6 +109,15 @@ def report(asked: int, up: int, down: int, seconds: list[float]) -> dict[str, An
         "updates": [{"metrics": {"train_seconds": one, "trained_parameters": asked + 1.0}} for one in seconds],
     }  # fmt: skip
     return {"round": 1, "phases": [phase]}
+
+
+def test_a_run_by_other_defaults_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_bench("personalisation", "coop,coop:training.learning_rate=0.02", Setting((DATA,)), "0", None, 1, 4)
+    default, named = (job.key for job in bench.jobs())
+    assert default == named, "the rate is the default"
+    monkeypatch.setitem(registry.FACTORS[registry.TINY], "sgd", 20)
+    default, kept = (job.key for job in bench.jobs())
+    assert (default == named, kept == named) == (False, True)
 
 
 def test_costs_are_per_client_and_round() -> None:
