@@ -62,6 +62,9 @@ def pytest_configure() -> None:
 
 # Files that take a minute and more, since they start many processes: first, so that none is waited for at the end.
 LONG = (
+    "test_tutorials.py",
+    "test_guides.py",
+    "test_effects.py",
     "test_demo.py",
     "test_text_federations.py",
     "test_wheel.py",

@@ -187,9 +187,14 @@ def test_the_python_blocks_of_a_page_run_in_order(
     assert f"{found['result'].mean()}" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="tests with curl: apt-get install curl")
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [name for name in PAGES if not name.startswith("guides/")])
 def test_the_shell_blocks_of_a_page_run_in_order(name: str, tmp_path: Path) -> None:
+    expect_it_runs(name, tmp_path)
+
+
+def expect_it_runs(name: str, tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("tests with curl: apt-get install curl")
     printed = run_page(name, tmp_path)
     check = CHECKS.get(name)
     if check is not None:
