@@ -90,8 +90,8 @@ NAMED = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w./*-]*\w)")
 
 
 WRITTEN_BY_READERS = {
-    "docs/results/gpu.jsonl", "promptfed/cli/commands/versions.py", "shared/data/stripes.py", "shared/methods/promptfl_sparse.py",
-    "tests/shared/methods/test_promptfl_sparse.py",
+    "docs/results/gpu.jsonl", "promptfed/cli/commands/versions.py", "shared/data/stripes.py",
+    "shared/methods/promptfl_sparse.py", "tests/shared/methods/test_promptfl_sparse.py",
 }  # fmt: skip
 
 
