@@ -125,26 +125,26 @@ class Settings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _who_and_where(cls, given: Any) -> Any:
+    def _who_and_where(cls, options: Any) -> Any:
         """Fill in a name, a role and a state folder if they were not given; ``invited`` has those of an invitation."""
-        if not isinstance(given, dict):
-            return given
-        empty = sorted(key for key, value in given.items() if value == "")
+        if not isinstance(options, dict):
+            return options
+        empty = sorted(key for key, value in options.items() if value == "")
         if empty:
             raise ValueError(f"--{empty[0].replace('_', '-')} is empty: give a value, or leave it out")
-        invited = given.get("invited") or {}
-        given = {key: value for key, value in given.items() if key != "invited"}
-        name = given.get("name") or _own_name(given.get("state_dir"), invited.get("name"))
-        role = {"role": invited["role"]} if invited.get("role") and not given.get("role") else {}
-        coordinator, federation = str(given.get("coordinator")), str(given.get("federation"))
-        folder = given.get("state_dir") or _own_folder(coordinator, federation, str(name))
-        unasked = given.get("withdraw") or given.get("fingerprint") or given.get("sent")
-        unread = {"data": "none"} if unasked and not given.get("data") else {}
-        if given.get("sent") and given.get("state_dir"):
+        invited = options.get("invited") or {}
+        options = {key: value for key, value in options.items() if key != "invited"}
+        name = options.get("name") or _own_name(options.get("state_dir"), invited.get("name"))
+        role = {"role": invited["role"]} if invited.get("role") and not options.get("role") else {}
+        coordinator, federation = str(options.get("coordinator")), str(options.get("federation"))
+        folder = options.get("state_dir") or _own_folder(coordinator, federation, str(name))
+        unasked = options.get("withdraw") or options.get("fingerprint") or options.get("sent")
+        unread = {"data": "none"} if unasked and not options.get("data") else {}
+        if options.get("sent") and options.get("state_dir"):
             # The record lies in the state folder: nobody is asked.
-            unread |= {"coordinator": given.get("coordinator") or "http://127.0.0.1"}
-            unread |= {"federation": given.get("federation") or "none"}
-        return {**given, "name": name, "state_dir": folder, **role, **unread}
+            unread |= {"coordinator": options.get("coordinator") or "http://127.0.0.1"}
+            unread |= {"federation": options.get("federation") or "none"}
+        return {**options, "name": name, "state_dir": folder, **role, **unread}
 
     @field_validator("api_port", mode="before")
     @classmethod
@@ -154,9 +154,9 @@ class Settings(BaseSettings):
 
     @field_validator("test")
     @classmethod
-    def _tests_have_names(cls, given: list[str]) -> list[str]:
+    def _tests_have_names(cls, tests: list[str]) -> list[str]:
         names = []
-        for text in given:
+        for text in tests:
             name, _, uri = text.partition("=")
             if not re.fullmatch(NAME_PATTERN, name) or not uri:
                 raise ValueError(f"{text!r} is not NAME=URI, as in novel=symbols:sketch?classes=novel")
@@ -166,7 +166,7 @@ class Settings(BaseSettings):
                 raise ValueError(f"{name!r} names the client's own data: give the further test set another name")
         if len(set(names)) < len(names):
             raise ValueError("two further test sets have the same name")
-        return given
+        return tests
 
     @field_validator("device")
     @classmethod
@@ -217,8 +217,8 @@ class Settings(BaseSettings):
     @property
     def policy_file(self) -> Path | None:
         """The policy that was named, or the account's own if there is one."""
-        own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "promptfed" / "policy.yaml"
-        return self.policy or (own if own.exists() else None)
+        default = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "promptfed" / "policy.yaml"
+        return self.policy or (default if default.exists() else None)
 
     @property
     def features_dir(self) -> Path:
@@ -260,14 +260,14 @@ def _safe(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:64] or "client"
 
 
-def make_settings(**given: Any) -> Settings:
-    """Settings of ``given`` over the environment and the defaults.
+def make_settings(**options: Any) -> Settings:
+    """Settings of ``options`` over the environment and the defaults.
 
     Raises:
         ClientError: USAGE, with every offence in one line.
     """
     try:
-        return Settings(**given)
+        return Settings(**options)
     except ValidationError as error:
         raise ClientError(Exit.USAGE, "; ".join([one_line(error), *unread()])) from None
     except SettingsError as error:

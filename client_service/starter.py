@@ -46,8 +46,8 @@ def _be_client(arguments: list[str], log: str, environment: dict[str, str]) -> N
         names = [part.removeprefix("--name=") for part in arguments if part.startswith("--name=")]
         Path("/proc/self/comm").write_text("".join(names)[:15])  # what `ps` and `top` show
         output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        for own, place in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
-            os.dup2(own, place)
+        for handle, place in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+            os.dup2(handle, place)
             os.set_inheritable(place, True)
         code = main(arguments)
     except SystemExit as end:

@@ -14,19 +14,19 @@ from promptfed.shared.service.reasons import collect_seldom, offence
 from promptfed.shared.service.streams import as_process
 
 
-def start(given: dict[str, Any]) -> int:
-    """Run a coordinator with the ``given`` settings over those of the environment.
+def start(options: dict[str, Any]) -> int:
+    """Run a coordinator with these ``options`` over the settings of the environment.
 
     The exit code: 0; 2 if it cannot start; 3 if the database did not answer in time. With ``verify`` 1 if something
     stored is damaged.
     """
     # Before numpy is imported: threads of its own would take memory, and time from the event loop.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if "database_url" in given or "database_url_file" in given:
+    if "database_url" in options or "database_url_file" in options:
         # One of them given here is the answer, whichever the environment has.
-        given = {"database_url": None, "database_url_file": None} | given
+        options = {"database_url": None, "database_url_file": None} | options
     try:
-        settings = Settings(**given)
+        settings = Settings(**options)
     except ValidationError as error:
         for item in error.errors(include_url=False, include_context=False, include_input=False):
             option = "".join(f"--{str(part).replace('_', '-')}: " for part in item["loc"])

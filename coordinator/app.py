@@ -90,9 +90,9 @@ class Application(FastAPI):
         if scope["type"] == "http":
             # Around all of the framework's: what answers for a defect of ours stands outside of middleware added to it.
             send = with_headers(scope, send)
-        told = next((value for name, value in scope.get("headers", ()) if name == PROTOCOL_HEADER), None)
+        version = next((value for name, value in scope.get("headers", ()) if name == PROTOCOL_HEADER), None)
         try:
-            expect_ours(told and told.decode("latin-1"), "the client", "this coordinator")
+            expect_ours(version and version.decode("latin-1"), "the client", "this coordinator")
         except OtherVersion as error:
             answer = await _answer(Request(scope), problems.ProtocolVersion(str(error)))
             await answer(scope, receive, send)
@@ -208,8 +208,8 @@ async def _working(app: FastAPI, store: Store) -> AsyncIterator[None]:
 
 
 def _first_token(settings: Settings) -> str:
-    given = settings.operator_token_file
-    return tokens.given_operator_token(given) if given is not None else tokens.operator_token(settings.data_dir)
+    file = settings.operator_token_file
+    return tokens.given_operator_token(file) if file is not None else tokens.operator_token(settings.data_dir)
 
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:
@@ -224,8 +224,8 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
             if client is not None:
                 await clients.record_refusal(registry, client[0], client[1], refusal, request.url.path)
             elif newcomer is not None:
-                told = clients.record_refused_enrolment
-                await asyncio.to_thread(told, registry, *newcomer, refusal=refusal)
+                record = clients.record_refused_enrolment
+                await asyncio.to_thread(record, registry, *newcomer, refusal=refusal)
         except (SQLAlchemyError, DatabaseAway, OSError, RegistryClosed, problems.Refusal) as failure:
             log.warning("a refusal could not be written down: %s", type(failure).__name__)
     return refusal.response(request.url.path)

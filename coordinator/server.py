@@ -122,8 +122,8 @@ def serve(settings: Settings) -> int:
             listening = _bind(settings)
             store = open_store(settings) if settings.advertise_url is None else None
     except (CannotOpen, BootstrapFailed, OSError) as error:
-        told = named(error) if isinstance(error, OSError) else error
-        print(f"coordinator: {told}", file=sys.stderr)
+        cause = named(error) if isinstance(error, OSError) else error
+        print(f"coordinator: {cause}", file=sys.stderr)
         return CANNOT_START
     except DatabaseAway as error:
         print(f"coordinator: {error}; given up after {settings.database_wait_seconds:g} s", file=sys.stderr)
@@ -168,8 +168,8 @@ def serve(settings: Settings) -> int:
 def _warn_of_file_limit(registry: Registry) -> None:
     """Warn if more clients have enrolled, or may enrol with tokens, than there may be connections."""
     running = [federation for federation in registry.federations.values() if federation.run.state not in ENDED]
-    known = [token for federation in running for token in federation.tokens.values() if not token.closed]
-    left = sum(token.uses - token.used for token in known if not has_expired(token))
+    open_tokens = [token for federation in running for token in federation.tokens.values() if not token.closed]
+    left = sum(token.uses - token.used for token in open_tokens if not has_expired(token))
     enrolled, most = sum(len(federation.clients) for federation in running), most_connections()
     if enrolled + left > most:
         text = "open files are enough for %d clients; %d have enrolled and %d may with the tokens that are out: %s"

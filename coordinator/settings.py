@@ -128,13 +128,13 @@ class Settings(BaseSettings):
             raise ValueError(
                 "--advertise-url would have clients' secrets sent unencrypted: https, or --allow-plain-http"
             )
-        wanted = {
+        needed = {
             "--database-url-file (PostgreSQL)": self.url(),
             "--store": self.store,
             "--operator-token-file": self.operator_token_file,
             "--signing-key-file": self.signing_key_file,
         }
-        missing = [name for name, value in wanted.items() if value is None]
+        missing = [name for name, value in needed.items() if value is None]
         if missing:
             raise ValueError(
                 f"--advertise-url is for several coordinators, which share {', '.join(missing)}: give them"

@@ -246,14 +246,16 @@ class CoordinatorConnection:
         proven = is_proven(response.headers, content, response.status_code == 206)
         if response.is_success:
             return proven
-        told = _problem(response, content)
+        problem = _problem(response, content)
         if response.status_code >= 500 or (response.status_code == 429 and _retry_after(response) is not None):
-            raise Unavailable(response.status_code, told[1] if told else response.reason_phrase, _retry_after(response))
-        if told is None:
+            raise Unavailable(
+                response.status_code, problem[1] if problem else response.reason_phrase, _retry_after(response)
+            )
+        if problem is None:
             raise Damaged(f"{response.status_code} {response.reason_phrase}: its reason cannot be read")
-        if told[0] in NOT_AS_SENT:
-            raise Damaged(f"a request arrived as something else: {told[1]}")
-        raise Refused(response.status_code, *told)
+        if problem[0] in NOT_AS_SENT:
+            raise Damaged(f"a request arrived as something else: {problem[1]}")
+        raise Refused(response.status_code, *problem)
 
     def unreachable(self, error: BaseException) -> ClientError:
         """The error that ends a client to which nobody answers, or nothing that can be read."""

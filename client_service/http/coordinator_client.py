@@ -65,9 +65,9 @@ def receipt_for(task_id: str, sha256: str | None = None) -> Callable[[Reply], Re
 
     def read(reply: Reply) -> Receipt:
         receipt = parse(Receipt, reply)
-        for what, told, sent in (("task", receipt.task_id, task_id), ("digest", receipt.sha256, sha256)):
-            if None not in (told, sent) and told != sent:
-                text = f"the coordinator's receipt has the {what} {str(told)[:100]!a}; {sent} was sent"
+        for what, received, sent in (("task", receipt.task_id, task_id), ("digest", receipt.sha256, sha256)):
+            if None not in (received, sent) and received != sent:
+                text = f"the coordinator's receipt has the {what} {str(received)[:100]!a}; {sent} was sent"
                 raise WrongReceipt(f"{text}: tell its operator") if reply.proven else Damaged(text)
         return receipt
 
@@ -103,10 +103,10 @@ async def send(
 
     async def attempt() -> Receipt | None:
         nonlocal slow, query
-        asked, query = url + query, ""
-        timeouts = TIMEOUTS if asked == url else httpx.Timeout(wait + SMALL_SECONDS, connect=TIMEOUT.connect)
+        address, query = url + query, ""
+        timeouts = TIMEOUTS if address == url else httpx.Timeout(wait + SMALL_SECONDS, connect=TIMEOUT.connect)
         try:
-            reply = await connection.once("PUT", asked, body.parts, headers, timeouts, MAX_JSON_BYTES, whole=body)
+            reply = await connection.once("PUT", address, body.parts, headers, timeouts, MAX_JSON_BYTES, whole=body)
             return read(reply)
         except WrongReceipt:
             raise
@@ -129,14 +129,14 @@ class Wanted:
     digest: str
 
 
-async def fetch(connection: CoordinatorConnection, url: str, wanted: Wanted, folder: Path) -> Path:
+async def fetch(connection: CoordinatorConnection, url: str, announced: Wanted, folder: Path) -> Path:
     """Fetch the body at ``url`` into a file of ``folder``, unless it is there; other files of the folder are deleted.
 
     Raises:
         Refused: the coordinator does not give it.
         ClientError: UNREACHABLE where nobody has given it for ``connection.give_up_after`` seconds.
     """
-    name = wanted.digest.removeprefix("sha256:")
+    name = announced.digest.removeprefix("sha256:")
     path, draft = folder / name, folder / f"{name}.part"
     if await asyncio.to_thread(_is_there, path, draft):
         return path
@@ -144,13 +144,13 @@ async def fetch(connection: CoordinatorConnection, url: str, wanted: Wanted, fol
     while True:
         have = _size(draft)
         try:
-            if have < wanted.size:
-                await _receive(connection, url, wanted, draft, have)
+            if have < announced.size:
+                await _receive(connection, url, announced, draft, have)
             digest = "sha256:" + await asyncio.to_thread(sha256_of, draft)
-            if (_size(draft), digest) == (wanted.size, wanted.digest):
+            if (_size(draft), digest) == (announced.size, announced.digest):
                 break
             draft.unlink()
-            raise _not_announced(digest, wanted)
+            raise _not_announced(digest, announced)
         except PASSING as error:
             if not isinstance(error, Damaged) and _size(draft) > have:
                 patience.moved()
@@ -160,8 +160,8 @@ async def fetch(connection: CoordinatorConnection, url: str, wanted: Wanted, fol
     return path
 
 
-def _not_announced(digest: str, wanted: Wanted) -> Damaged:
-    return Damaged(f"the payload has the digest {digest}; {wanted.digest} was announced")
+def _not_announced(digest: str, announced: Wanted) -> Damaged:
+    return Damaged(f"the payload has the digest {digest}; {announced.digest} was announced")
 
 
 def _is_there(path: Path, draft: Path) -> bool:
@@ -173,22 +173,22 @@ def _is_there(path: Path, draft: Path) -> bool:
     return path.exists() and sha256_of(path) == path.name
 
 
-async def _receive(connection: CoordinatorConnection, url: str, wanted: Wanted, draft: Path, have: int) -> None:
+async def _receive(connection: CoordinatorConnection, url: str, announced: Wanted, draft: Path, have: int) -> None:
     """Append to the draft. Raises PASSING, Refused."""
     # As it lies there: of a compressed body no range could be told by what has arrived.
     headers = {"Authorization": f"Bearer {connection.token}", "Accept-Encoding": "identity"}
     if have:
-        headers |= {"Range": f"bytes={have}-", "If-Range": f'"{wanted.digest}"'}
+        headers |= {"Range": f"bytes={have}-", "If-Range": f'"{announced.digest}"'}
     async with connection.answered("GET", url, lambda: None, headers, TIMEOUT) as response:
         if not response.is_success:
             connection.take(response, await connection.read(response, MAX_JSON_BYTES))
-        begin = _begin(response, wanted) if response.status_code == 206 else 0
+        begin = _begin(response, announced) if response.status_code == 206 else 0
         if begin > have:
             raise Damaged(f"the payload was asked for from byte {have} on, and comes from byte {begin}")
         with draft.open("r+b" if begin else "wb") as file:
             file.seek(begin)
             file.truncate()
-            await _write(response, file, wanted.size - begin)
+            await _write(response, file, announced.size - begin)
 
 
 async def _write(response: httpx.Response, file: BinaryIO, most: int) -> None:
@@ -200,11 +200,11 @@ async def _write(response: httpx.Response, file: BinaryIO, most: int) -> None:
         file.write(chunk)
 
 
-def _begin(response: httpx.Response, wanted: Wanted) -> int:
-    told = response.headers.get("content-range", "")
-    match = _RANGE.fullmatch(told)
-    if match is None or int(match[3]) != wanted.size:
-        raise Damaged(f"the payload comes as {told[:100]!r}; {wanted.size} bytes were announced")
+def _begin(response: httpx.Response, announced: Wanted) -> int:
+    header = response.headers.get("content-range", "")
+    match = _RANGE.fullmatch(header)
+    if match is None or int(match[3]) != announced.size:
+        raise Damaged(f"the payload comes as {header[:100]!r}; {announced.size} bytes were announced")
     return int(match[1])
 
 
@@ -264,14 +264,14 @@ class CoordinatorClient(CoordinatorConnection):
         if task.payload.bytes > MAX_PAYLOAD_BYTES:
             raise BadAnswer(f"the payload has {task.payload.bytes} bytes; {MAX_PAYLOAD_BYTES} are allowed: not fetched")
         url = self._task_path(task.task_id, "payload")  # whatever address the task names: nothing is asked elsewhere
-        wanted = Wanted(task.payload.bytes, task.payload.sha256)
-        if folder is not None and wanted.size >= IN_FILES:
-            return await fetch(self, url, wanted, folder)
+        announced = Wanted(task.payload.bytes, task.payload.sha256)
+        if folder is not None and announced.size >= IN_FILES:
+            return await fetch(self, url, announced, folder)
         if task.payload.data is not None:
             with suppress(Damaged, ValueError):
-                return _whole(b64decode(task.payload.data, validate=True), wanted)
+                return _whole(b64decode(task.payload.data, validate=True), announced)
         return await self.call(
-            "GET", url, token=self.token, limit=wanted.size, read=lambda reply: _whole(reply.body, wanted)
+            "GET", url, token=self.token, limit=announced.size, read=lambda reply: _whole(reply.body, announced)
         )
 
     async def send_update(self, task_id: str, body: Body, wait: int = 0) -> Task | None:
@@ -324,29 +324,29 @@ class CoordinatorClient(CoordinatorConnection):
         return task
 
 
-def _whole(content: bytes, wanted: Wanted) -> bytes:
+def _whole(content: bytes, announced: Wanted) -> bytes:
     """``content``, if it is what was announced. Raises Damaged."""
     digest = "sha256:" + hashlib.sha256(content).hexdigest()
-    if (len(content), digest) != (wanted.size, wanted.digest):
-        raise _not_announced(digest, wanted)
+    if (len(content), digest) != (announced.size, announced.digest):
+        raise _not_announced(digest, announced)
     return content
 
 
 def open_http(settings: Settings) -> httpx.AsyncClient:
     """The HTTP client for the settings' coordinators. Raises as `http_to`."""
-    own = None if settings.client_cert is None else (settings.client_cert, settings.client_key)
-    return http_to(settings.coordinator, settings.ca_file, own, settings.proxy)
+    certificate = None if settings.client_cert is None else (settings.client_cert, settings.client_key)
+    return http_to(settings.coordinator, settings.ca_file, certificate, settings.proxy)
 
 
 def http_to(
     coordinators: str,
     ca_file: Path | None,
-    own: tuple[Path, Path | None] | None = None,
+    certificate: tuple[Path, Path | None] | None = None,
     proxy: str | None = None,
 ) -> httpx.AsyncClient:
     """The HTTP client for coordinators whose certificates the authority in ``ca_file`` may have signed.
 
-    ``own`` is this client's certificate and its key, where the coordinator asks for one; ``proxy`` as of
+    ``certificate`` is this client's certificate and its key, where the coordinator asks for one; ``proxy`` as of
     `network.http_options`.
 
     Raises:
@@ -357,11 +357,15 @@ def http_to(
         options = http_options(coordinators, verify, proxy)
     except ValueError as error:
         raise ClientError(Exit.USAGE, str(error)) from None
-    if own is not None:
+    if certificate is not None:
         try:
-            verify.load_cert_chain(own[0], own[1], lambda: "")  # an empty password: nobody is there to be asked
+            verify.load_cert_chain(
+                certificate[0], certificate[1], lambda: ""
+            )  # an empty password: nobody is there to be asked
         except (OSError, ssl.SSLError) as error:
-            files = f"--client-cert {own[0]}" + (f" and --client-key {own[1]}" if own[1] is not None else "")
+            files = f"--client-cert {certificate[0]}" + (
+                f" and --client-key {certificate[1]}" if certificate[1] is not None else ""
+            )
             text = f"{files} cannot be used: {why(error)}"
             raise ClientError(Exit.USAGE, text) from None
     return httpx.AsyncClient(timeout=TIMEOUT, **options)

@@ -50,16 +50,16 @@ def check_versions() -> Check:
     return Check("versions", "pass", ", ".join(versions))
 
 
-def check_device(wanted: str) -> Check:
-    """Whether there is a GPU, and which device ``wanted`` (auto, cpu, cuda, cuda:N) means."""
+def check_device(device: str) -> Check:
+    """Whether there is a GPU, and which device ``device`` (auto, cpu, cuda, cuda:N) means."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted.startswith("cuda"):
-        number = int(wanted.partition(":")[2] or 0)
+    if device.startswith("cuda"):
+        number = int(device.partition(":")[2] or 0)
         if number >= count:
-            text = f"{wanted} is not here (this machine has {counted(count, 'GPU')})"
+            text = f"{device} is not here (this machine has {counted(count, 'GPU')})"
             return Check("device", "fail", text, "give --device cpu, or install the GPU's driver and a torch with CUDA")
         return Check("device", "pass", _gpu(number))
-    if wanted == "auto" and count:
+    if device == "auto" and count:
         return Check("device", "pass", _gpu(0))
     if count:
         return Check("device", "warn", "the CPU computes though a GPU is here", "give --device auto to use it")

@@ -116,7 +116,7 @@ def withdraw(settings: Settings) -> int:
     write_whole(folder / WITHDRAWN, datetime.now(UTC).isoformat(timespec="seconds").encode(), mode=0o600)
     SiteLog(folder).note("withdrawn", {"delete_private": settings.delete_private})
     log.info("consent is withdrawn: this client answers no further task")
-    told = _tell(settings)
+    reached = _tell(settings)
     if settings.delete_private:
         state = _opened(settings)
         try:
@@ -126,7 +126,7 @@ def withdraw(settings: Settings) -> int:
         log.info("private tensors, features and prompts in %s are deleted; who this client was is kept", folder)
         if settings.feature_cache is not None:
             log.warning("features in %s are left: other clients may share that folder", settings.feature_cache)
-    return Exit.OK if told else Exit.UNREACHABLE
+    return Exit.OK if reached else Exit.UNREACHABLE
 
 
 def _tell(settings: Settings) -> bool:

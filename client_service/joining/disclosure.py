@@ -118,11 +118,11 @@ class Disclosure:
 
     @property
     def _tests(self) -> tuple[str, ...]:
-        own = "its test images"
+        tests = "its test images"
         if self.terms.selection is not None:
             share = f"{self.terms.selection.share:.0%} of the training images, which are held out"
-            own = f"{share}, and once at the end its test images"
-        return (own, *self.terms.accuracies[1:])
+            tests = f"{share}, and once at the end its test images"
+        return (tests, *self.terms.accuracies[1:])
 
     def lines(self) -> list[str]:
         """For people. Texts of others are shown as plain text, and cut off if they are long."""
@@ -145,8 +145,8 @@ class Disclosure:
         )]  # fmt: skip
 
     def _measured(self) -> list[str]:
-        told = self.terms.evaluation or (self.terms.privacy.evaluations if self.terms.privacy is not None else "plain")
-        if told == "withheld":
+        kind = self.terms.evaluation or (self.terms.privacy.evaluations if self.terms.privacy is not None else "plain")
+        if kind == "withheld":
             return ["Leaves it after an evaluation:", "  nothing   but that it was made: accuracies are withheld"]
         if self.terms.privacy is not None and self.terms.privacy.evaluations == "noisy":
             a = self.terms.privacy.evaluation_epsilon
@@ -179,10 +179,10 @@ class Disclosure:
         floor, most = self.limits
         if floor <= 1:
             return []
-        asked = 1 + -(-self.terms.rounds // self.terms.evaluate_every)
-        last = ", the last round's among them" if asked > most else ""
+        rounds = 1 + -(-self.terms.rounds // self.terms.evaluate_every)
+        last = ", the last round's among them" if rounds > most else ""
         return [
-            f"            of at most {most} states on one test set (metrics.states){last}; {asked} may be asked for"
+            f"            of at most {most} states on one test set (metrics.states){last}; {rounds} may be asked for"
         ]
 
     def _changed(self) -> list[str]:
@@ -210,8 +210,8 @@ class Disclosure:
         if terms.secure_aggregation is not None:
             least = terms.secure_aggregation.minimum
             text = f"changes leave under masks; the operator learns sums of at least {least} clients"
-            told = "a key" if _weighs_alike(terms) else "a key and the number of training images"
-            work += [("sums", f"{text}; other sites learn {told}, no name")]
+            content = "a key" if _weighs_alike(terms) else "a key and the number of training images"
+            work += [("sums", f"{text}; other sites learn {content}, no name")]
         template = f"{terms.template!r}" if terms.template else "the data's own"
         work += [("classes", f"told apart among {classes}; template {template}")]
         if terms.most_peers:
@@ -253,9 +253,9 @@ class Disclosure:
         for tensor in exchange.tensors:
             size = f"{tensor.bytes:,} bytes" if tensor.bytes is not None else "bytes by the sizes not known yet"
             lines.append(f"  tensor    {tensor.name} ({', '.join(map(str, tensor.shape))}) {tensor.dtype}, {size}")
-        known = [tensor.bytes for tensor in exchange.tensors if tensor.bytes is not None]
-        if len(known) == len(exchange.tensors) > 1:
-            lines.append(f"            {sum(known):,} bytes in all")
+        sizes = [tensor.bytes for tensor in exchange.tensors if tensor.bytes is not None]
+        if len(sizes) == len(exchange.tensors) > 1:
+            lines.append(f"            {sum(sizes):,} bytes in all")
         if not summed and self.terms.privacy is None:
             lines += ["  progress  while it trains: the part of its steps that is done"]
         return [*lines, f"  metrics   {', '.join(self.terms.metrics) or 'none'}"]
@@ -305,8 +305,8 @@ def disclose(
     """
     trains = declared.role == "trainer"
     exchanges = _exchanges(method, info, shape) if trains else ()
-    told = tuple(fact for fact in method.disclosures if trains or fact.to == "sites") if exchanges else ()
-    return Disclosure(terms, declared, exchanges, told, tuple(changes), plan, limits)
+    facts = tuple(fact for fact in method.disclosures if trains or fact.to == "sites") if exchanges else ()
+    return Disclosure(terms, declared, exchanges, facts, tuple(changes), plan, limits)
 
 
 def _exchanges(method: Method, info: EnrolmentInfo, shape: BackboneShape | None) -> tuple[Exchange, ...]:

@@ -79,8 +79,8 @@ class Examination:
     @classmethod
     def of(cls, backbone: BackboneSpec, **options: Any) -> Examination:
         """Of settings of which any may be missing (None). Raises ClientError as `make_settings` does."""
-        given = {key: value for key, value in options.items() if value is not None}
-        return cls(make_settings(**ALONE | NEEDED | given), backbone, NEEDED.keys() - given.keys())
+        present = {key: value for key, value in options.items() if value is not None}
+        return cls(make_settings(**ALONE | NEEDED | present), backbone, NEEDED.keys() - present.keys())
 
     @property
     def healthy(self) -> bool:
@@ -156,8 +156,8 @@ class Examination:
 
         answer = asyncio.run(ask())
         if not answer.is_success or b'"ok"' not in answer.content:
-            told = f"{answer.status_code} {answer.reason_phrase}"
-            raise ClientError(Exit.UNREACHABLE, f"{address} answers /healthz with {told}, as no coordinator does")
+            status = f"{answer.status_code} {answer.reason_phrase}"
+            raise ClientError(Exit.UNREACHABLE, f"{address} answers /healthz with {status}, as no coordinator does")
         trusted = ", and its certificate is trusted" if address.startswith("https:") else ""
         text = f"{address} answers{trusted}"
         advice = "give --federation and --enrolment-token-file, to check whether this machine can join"
@@ -243,9 +243,9 @@ class Examination:
         domain = domain_of(source)
         if domain is not None and settings.role == "trainer":
             method.check_domain(backbone, space, domain)
-        own = source.train if settings.role == "trainer" else source.test
+        split = source.train if settings.role == "trainer" else source.test
         limits = floor_of(self.policy), states_of(self.policy)
-        images = declared_images(len(own), limits[0], info)
+        images = declared_images(len(split), limits[0], info)
         declared = declaration(settings, source, domain, backbone, images)
         enrol_request(declared, NOBODY, backbone)
         terms = terms_of(info, method, settings.coordinator, settings.role, list(settings.tests))

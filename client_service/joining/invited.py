@@ -34,8 +34,8 @@ SECONDS, AGAIN_SECONDS = 20.0, 1.0
 MOST_BYTES = 1 << 16  # of a certificate
 
 
-def accept(text: str, given: dict[str, Any]) -> Settings:
-    """The settings of a client that joins by the invitation ``text``; ``given`` are the others.
+def accept(text: str, others: dict[str, Any]) -> Settings:
+    """The settings of a client that joins by the invitation ``text``; ``others`` are the others.
 
     The token and the authority's certificate are written into the state folder.
 
@@ -47,7 +47,7 @@ def accept(text: str, given: dict[str, Any]) -> Settings:
         invitation = decode(text)
         brought = {"coordinator": invitation.coordinator, "federation": invitation.federation}
         proposed = {"name": invitation.client, "role": invitation.role}
-        settings = make_settings(**{**given, **brought, "invited": proposed})
+        settings = make_settings(**{**others, **brought, "invited": proposed})
         if not _has_enrolled(settings.state_dir):
             invitation.check_time(datetime.now(UTC))
     except InvitationError as error:

@@ -150,18 +150,18 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
     )
 
 
-def differences(agreed: Any, asked: Any, path: str = "") -> list[str]:
-    """``rounds is 9 instead of 3``, for each place where ``asked`` is not as it was ``agreed``; as plain text."""
-    if isinstance(agreed, Mapping) and isinstance(asked, Mapping):
-        keys = sorted({*agreed, *asked}, key=str)
+def differences(agreed: Any, offered: Any, path: str = "") -> list[str]:
+    """``rounds is 9 instead of 3``, for each place where ``offered`` is not as it was ``agreed``; as plain text."""
+    if isinstance(agreed, Mapping) and isinstance(offered, Mapping):
+        keys = sorted({*agreed, *offered}, key=str)
         differing = []
         for key in keys:
             place = f"{path}.{key}" if path else str(key)
-            differing += differences(agreed.get(key, "(nothing)"), asked.get(key, "(nothing)"), place)
+            differing += differences(agreed.get(key, "(nothing)"), offered.get(key, "(nothing)"), place)
         return differing
-    if agreed == asked and type(agreed) is type(asked):
+    if agreed == offered and type(agreed) is type(offered):
         return []
-    return [f"{_short(path)} is {_short(asked)} instead of {_short(agreed)}"]
+    return [f"{_short(path)} is {_short(offered)} instead of {_short(agreed)}"]
 
 
 def _short(value: Any) -> str:
@@ -267,8 +267,8 @@ class Agreement:
             differing.append(f"peers describes {counted(peers, 'client')} instead of {terms.most_peers:,} at most")
         if differing:
             more = f"; and {len(differing) - SHOWN_DIFFERENCES} more" if len(differing) > SHOWN_DIFFERENCES else ""
-            told = "; ".join(differing[:SHOWN_DIFFERENCES]) + more
-            raise NotAgreed(f"the task is not what this client's owner agreed to: {told}")
+            listed = "; ".join(differing[:SHOWN_DIFFERENCES]) + more
+            raise NotAgreed(f"the task is not what this client's owner agreed to: {listed}")
 
     def _expect_training(self, task: Task) -> None:
         terms = self.consent.terms

@@ -69,8 +69,10 @@ class EarlierSum(BaseModel):
 
     def can_be_of(self, members: Collection[str], final: bool) -> bool:
         """Whether both sums are of the same members, or, unless these are ``final``, may be once some drop out."""
-        known = set(self.members.values())
-        return known == {_named(members)} or (not final and len(known) == 1 and 0 < min(known)[1] < len(members))
+        member_sets = set(self.members.values())
+        return member_sets == {_named(members)} or (
+            not final and len(member_sets) == 1 and 0 < min(member_sets)[1] < len(members)
+        )
 
 
 def _named(members: Collection[str]) -> tuple[str, int]:
@@ -98,12 +100,12 @@ class EarlierSums:
         Raises:
             SecureError: payload-repeated.
         """
-        sketches, known = self._read()
-        wanted = self.min_move * min(1.0, (FULL / max(1, len(members))) ** 0.5)
-        for name, earlier in known.items():
+        sketches, sums = self._read()
+        distance = self.min_move * min(1.0, (FULL / max(1, len(members))) ** 0.5)
+        for name, earlier in sums.items():
             if name == where or earlier.shapes != shapes or earlier.can_be_of(members, final):
                 continue
-            if float(np.linalg.norm(sketch - sketches[name])) < wanted * earlier.change:
+            if float(np.linalg.norm(sketch - sketches[name])) < distance * earlier.change:
                 text = f"the payload is nearly that of {name}, which other members were summed for: the two sums would"
                 raise SecureError("payload-repeated", f"{text} tell a member's change; sum the same ones, or move on")
 
@@ -116,14 +118,14 @@ class EarlierSums:
         members: Collection[str] = (),
     ) -> None:
         """Keep what is about to be summed; on the disk when this returns. ``members``: once they are known."""
-        sketches, known = self._read()
-        before = known[where].members if where in known else {}
+        sketches, sums = self._read()
+        before = sums[where].members if where in sums else {}
         named = _named(members) if members else before.get(attempt, ("", 0))
-        known[where] = about.model_copy(update={"members": before | {attempt: named}})
+        sums[where] = about.model_copy(update={"members": before | {attempt: named}})
         sketches[where] = sketch
-        known = {name: known[name] for name in sorted(known, key=lambda name: known[name].round)[-MOST:]}
-        tensors = {name: torch.from_numpy(sketches[name]) for name in known}
-        self.state.write_file(SUMS, encode(tensors, _READER.dump_python(known, mode="json")))
+        sums = {name: sums[name] for name in sorted(sums, key=lambda name: sums[name].round)[-MOST:]}
+        tensors = {name: torch.from_numpy(sketches[name]) for name in sums}
+        self.state.write_file(SUMS, encode(tensors, _READER.dump_python(sums, mode="json")))
 
     def _read(self) -> tuple[dict[str, NDArray[np.float64]], dict[str, EarlierSum]]:
         content = self.state.read_file(SUMS)

@@ -142,12 +142,12 @@ class Ledger:
         return True
 
     def _expect(self, spends: list[Spend], events: Sequence[Event], most: float, split: Part) -> float:
-        wanted = self._cost(spends, split, events)
-        if wanted <= most:
-            return wanted
+        epsilon = self._cost(spends, split, events)
+        if epsilon <= most:
+            return epsilon
         spent = self._cost(spends, split, ())
         raise BudgetExhausted(
-            f"the data set {self.dataset!r} has spent ε = {spent:.4g} of {most:g}, and this would make it {wanted:.4g}"
+            f"the data set {self.dataset!r} has spent ε = {spent:.4g} of {most:g}, and this would make it {epsilon:.4g}"
         )
 
     def _cost(self, spends: list[Spend], split: Part, more: Sequence[Event], replace_one: bool = False) -> float:
@@ -162,21 +162,21 @@ class Ledger:
 
     # Old copies
 
-    def lacks(self, told: SpendList) -> list[SpendView]:
+    def lacks(self, spend_list: SpendList) -> list[SpendView]:
         """Those of the spends that a coordinator tells of that are not written here."""
-        own = self.spends()
-        releases = {spend.release for spend in own}
-        phases = {(spend.federation_id, spend.round, spend.phase) for spend in own}
+        spends = self.spends()
+        releases = {spend.release for spend in spends}
+        phases = {(spend.federation_id, spend.round, spend.phase) for spend in spends}
         return [
             spend
-            for spend in told.spends
+            for spend in spend_list.spends
             if spend.release not in releases
-            and (spend.release is not None or (told.federation_id, spend.round, spend.phase) not in phases)
+            and (spend.release is not None or (spend_list.federation_id, spend.round, spend.phase) not in phases)
         ]
 
-    def expect_whole(self, told: SpendList) -> None:
+    def expect_whole(self, spend_list: SpendList) -> None:
         """Raise ClientError (LEDGER) if the coordinator has had something that is not written here."""
-        missing = self.lacks(told)
+        missing = self.lacks(spend_list)
         if missing:
             rounds = ", ".join(str(spend.round) for spend in missing[:5])
             text = f"ledger-behind: the ledger {self.path} lacks {len(missing)} releases (of round {rounds})"
@@ -185,7 +185,7 @@ class Ledger:
                 Exit.LEDGER, f"{text} {told_by}. `promptfed ledger adopt` writes down what is missing; nothing was sent"
             )
 
-    def adopt(self, told: SpendList, coordinator: str) -> int:
+    def adopt(self, spend_list: SpendList, coordinator: str) -> int:
         """Write down the spends that a coordinator knows and this ledger lacks; their number.
 
         A coordinator's word can add to a ledger, and never takes from it; no limit holds what has been sent back.
@@ -193,21 +193,21 @@ class Ledger:
         Raises:
             ClientError: LEDGER where the file does not hold together or cannot be written.
         """
-        if told.spends and self.delta() is None:
-            self.open(max(spend.delta for spend in told.spends))
+        if spend_list.spends and self.delta() is None:
+            self.open(max(spend.delta for spend in spend_list.spends))
         with self._locked() as handle:
-            missing = self.lacks(told)
+            missing = self.lacks(spend_list)
             for spend in missing:
                 events = [event.event() for event in spend.events]
-                own = {
-                    "federation_id": told.federation_id,
+                fields = {
+                    "federation_id": spend_list.federation_id,
                     "coordinator": coordinator,
                     "release": spend.release or f"adopted {spend.task_id}",
                     "events": events,
                     "epsilon": self._cost(self._spends(self._lines(self._bytes())), spend.split, events),
                 }
                 told_of = spend.model_dump(include={"split", "round", "phase", "task_id", "noise"})
-                self._write_down(handle, Spend.model_validate(told_of | own))
+                self._write_down(handle, Spend.model_validate(told_of | fields))
         return len(missing)
 
     # The file
@@ -322,15 +322,15 @@ def keep_head(ledger: Ledger, state: PrivateState) -> None:
 
 def expect_head(ledger: Ledger, state: PrivateState) -> None:
     """Raise ClientError (LEDGER) if ``ledger`` does not begin with the lines that this client has seen."""
-    known = _known(ledger, state)
-    if known is None:
+    kept = _known(ledger, state)
+    if kept is None:
         return
-    head = ledger.head(known.count)
-    if head != known:
-        there = "another line" if head.count == known.count else f"{head.count} lines"
+    head = ledger.head(kept.count)
+    if head != kept:
+        there = "another line" if head.count == kept.count else f"{head.count} lines"
         raise ClientError(
             Exit.LEDGER,
-            f"ledger-behind: the ledger {ledger.path} has {there} where {state.folder} knows of {known.count}: it is "
+            f"ledger-behind: the ledger {ledger.path} has {there} where {state.folder} knows of {kept.count}: it is "
             "an old copy, or another data set's. Restore the newest one, or write down what is missing by `promptfed "
             "ledger adopt` with every state folder that has used it; nothing was sent",
         )
@@ -342,10 +342,10 @@ def adopt_head(ledger: Ledger, state: PrivateState) -> None:
     Raises:
         ClientError: LEDGER where it has fewer lines than this client knew of: something is missing still.
     """
-    known = _known(ledger, state)
-    if known is None:
+    kept = _known(ledger, state)
+    if kept is None:
         return
-    if ledger.head().count < known.count:
+    if ledger.head().count < kept.count:
         expect_head(ledger, state)
     keep_head(ledger, state)
 

@@ -91,16 +91,16 @@ def what_leaves(
 
 
 def _wished(info: EnrolmentInfo, method: Method, role: Role, policy: Policy | None, handed_in: bool) -> Leaving:
-    own: Leaving | None = policy.metrics.accuracy if policy is not None else None
+    of_policy: Leaving | None = policy.metrics.accuracy if policy is not None else None
     protected = info.privacy is not None and info.privacy.protects_records
     guarded = info.privacy is not None or info.secure_aggregation is not None
-    asked: Leaving = info.evaluation or (info.privacy.evaluations if info.privacy is not None else "plain")
+    of_terms: Leaving = info.evaluation or (info.privacy.evaluations if info.privacy is not None else "plain")
     if guarded and role == "evaluator":
-        unsaid: Leaving = "plain" if handed_in else "noisy" if asked == "noisy" else "withheld"
-        return own or unsaid
-    if own is None and guarded and asked == "plain":
-        own = "plain" if handed_in else "withheld"
-    stricter = min(asked, own or asked, key=STRICTNESS.index)
+        unsaid: Leaving = "plain" if handed_in else "noisy" if of_terms == "noisy" else "withheld"
+        return of_policy or unsaid
+    if of_policy is None and guarded and of_terms == "plain":
+        of_policy = "plain" if handed_in else "withheld"
+    stricter = min(of_terms, of_policy or of_terms, key=STRICTNESS.index)
     if info.selection is not None and stricter == "noisy":  # noise would decide, and both test sets' budgets pay
         return "withheld"
     tuned = method.fine_tunes and role == "trainer"
@@ -162,8 +162,8 @@ class NoisyCounts:
         Withheld where there are none, or the test images' budget has no room for them.
         """
         last = self._last()
-        known = last.zero_shot | (last.new if self._is_paid(last) else {})
-        new = {keys[name]: result for name, result in zero_shot.items() if keys[name] not in known}
+        paid = last.zero_shot | (last.new if self._is_paid(last) else {})
+        new = {keys[name]: result for name, result in zero_shot.items() if keys[name] not in paid}
         if not splits and not new:
             return EvaluationRequest(splits={}, withheld=True)
         a = self.privacy.evaluation_epsilon
@@ -173,11 +173,11 @@ class NoisyCounts:
         except BudgetExhausted as error:
             return self._withheld(error)
         stream = self.noise.stream("evaluation", task.round, task.phase, self.client)
-        told = {name: noisy_count(stream, result, a) for name, result in sorted(splits.items())}
+        noisy = {name: noisy_count(stream, result, a) for name, result in sorted(splits.items())}
         fresh = {key: noisy_count(stream, result, a) for key, result in sorted(new.items())}
-        every = known | fresh
+        every = paid | fresh
         request = EvaluationRequest(
-            splits=told,
+            splits=noisy,
             zero_shot={name: every[keys[name]] for name in zero_shot},
             privacy=SpendReport(
                 events=[PrivacyEvent(**event.as_json())],
@@ -187,7 +187,7 @@ class NoisyCounts:
             ),
         )
         body = request.model_dump(mode="json")
-        drawn = _Drawn(task_id=task.task_id, round=task.round, phase=task.phase, body=body, zero_shot=known, new=fresh)
+        drawn = _Drawn(task_id=task.task_id, round=task.round, phase=task.phase, body=body, zero_shot=paid, new=fresh)
         self.state.write_as(DRAWN_FILE, drawn)
         point("counts-written")
         return self._paid(task, drawn)
@@ -241,10 +241,10 @@ def planned_rounds(last: int, every: int, most: int) -> frozenset[int]:
 
     They are spread evenly, and the last is always among them.
     """
-    asked = [*range(0, last, every), last]
-    if len(asked) <= most:
-        return frozenset(asked)
-    return frozenset(asked[place * (len(asked) - 1) // max(1, most - 1)] for place in range(most - 1)) | {last}
+    rounds = [*range(0, last, every), last]
+    if len(rounds) <= most:
+        return frozenset(rounds)
+    return frozenset(rounds[place * (len(rounds) - 1) // max(1, most - 1)] for place in range(most - 1)) | {last}
 
 
 class _Answered(BaseModel):
@@ -272,13 +272,13 @@ class AnsweredStates:
 
         ``images``: the hash of each test set's images. ``round``: that of the state; None: the last.
         """
-        known = self.folder.read_as(ANSWERED_FILE, _Answered) or _Answered()
+        answered = self.folder.read_as(ANSWERED_FILE, _Answered) or _Answered()
         is_last = round is None or round == self.last
         planned = is_last or round in planned_rounds(self.last, self.every, self.most)
         room = self.most if is_last else self.most - 1
         admitted, new = set(), False
-        for name, own in sorted(images.items()):
-            lists = known.sets.setdefault(own, []), known.names.setdefault(name, [])
+        for name, images_hash in sorted(images.items()):
+            lists = answered.sets.setdefault(images_hash, []), answered.names.setdefault(name, [])
             if state not in lists[0] and not (planned and all(state in one or len(one) < room for one in lists)):
                 continue
             admitted.add(name)
@@ -287,7 +287,7 @@ class AnsweredStates:
                     one.append(state)
                     new = True
         if new:
-            self.folder.write_as(ANSWERED_FILE, known)
+            self.folder.write_as(ANSWERED_FILE, answered)
         return admitted
 
 
@@ -342,12 +342,12 @@ def floored(results: Mapping[str, SplitResult], floor: int, patients: Patients) 
     """
     if floor <= 1:
         return dict(results)
-    told = {}
+    floored_results = {}
     for name, result in large_enough(results, floor, patients).items():
         accuracy = coded_accuracy(round(result.accuracy * result.num_samples), result.num_samples, floor)
         assert accuracy is not None
-        told[name] = SplitResult(accuracy=accuracy, num_samples=lowest(result.num_samples, floor))
-    return told
+        floored_results[name] = SplitResult(accuracy=accuracy, num_samples=lowest(result.num_samples, floor))
+    return floored_results
 
 
 def without_shares(measured: Mapping[str, float], method: Method, floor: int) -> dict[str, float]:

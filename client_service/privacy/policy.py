@@ -296,8 +296,8 @@ def enforce(policy: Policy | None, facts: SiteFacts) -> None:
     """Raise ClientError (POLICY) with every rule that ``facts`` offend."""
     offended = refusals(policy, facts) if policy is not None else []
     if offended:
-        told = "; ".join(f"{failure.kind}: {failure}" for failure in offended)
-        raise ClientError(Exit.POLICY, f"this site's policy does not allow to join {facts.federation}: {told}")
+        listed = "; ".join(f"{failure.kind}: {failure}" for failure in offended)
+        raise ClientError(Exit.POLICY, f"this site's policy does not allow to join {facts.federation}: {listed}")
 
 
 def allows(policy: Policy | None, address: str) -> bool:
@@ -313,19 +313,19 @@ def read_policy(path: Path) -> tuple[Policy, str]:
     """
     try:
         content = path.read_bytes()
-        given: Any = read_yaml(content)
+        parsed: Any = read_yaml(content)
     except OSError as error:
         raise ClientError(Exit.POLICY, f"cannot read the policy {path}: {why(error)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ClientError(Exit.POLICY, f"the policy {path} is not YAML: {why(error)}") from None
     try:
-        return Policy.model_validate(given), hashlib.sha256(content).hexdigest()
+        return Policy.model_validate(parsed), hashlib.sha256(content).hexdigest()
     except ValidationError as error:
-        told = "; ".join(
+        listed = "; ".join(
             f"{'.'.join(map(str, one['loc'])) or 'the file'}: "
             + ("this version does not know it" if one["type"] == "extra_forbidden" else offence(one))
             for one in error.errors(include_url=False, include_context=False)
         )
         raise ClientError(
-            Exit.POLICY, f"the policy {path} is not understood: {told}; see `promptfed policy example`"
+            Exit.POLICY, f"the policy {path} is not understood: {listed}; see `promptfed policy example`"
         ) from None

@@ -243,8 +243,8 @@ def site_plan(
 def reported(update: bytes) -> SpendReport | None:
     """What an update says of its cost."""
     _, metadata = decode(update)
-    given: Any = metadata
-    privacy = given.get("privacy") if isinstance(given, dict) else None
+    fields: Any = metadata
+    privacy = fields.get("privacy") if isinstance(fields, dict) else None
     return None if privacy is None else SpendReport.model_validate(privacy)
 
 
@@ -267,14 +267,14 @@ def plan(
     training = info.training
     try:
         _check_unit(ledger, privacy)
-        wanted = ledger.delta() or delta or privacy.delta or default_delta(max(1, units))
-        check_delta(wanted, units)
-        _check_allowed(privacy, wanted)
+        chosen = ledger.delta() or delta or privacy.delta or default_delta(max(1, units))
+        check_delta(chosen, units)
+        _check_allowed(privacy, chosen)
         if not type(method).can_protect():
             raise PrivacyError(f"{method.name} cannot be trained under protection: {method.unprotected}")
         loops = training_loops(method, info.rounds or 0)
         shape = training_event(units, training.batch_size, training.epochs, 1.0, loops)
-        z = privacy.noise_multiplier or _planned_noise(state, privacy, shape) or _noise(privacy, wanted, shape)
+        z = privacy.noise_multiplier or _planned_noise(state, privacy, shape) or _noise(privacy, chosen, shape)
         events = [Event("gaussian", shape.q, z, shape.count)]
         others = [
             spent
@@ -282,12 +282,12 @@ def plan(
             if spend.split == "train" and spend.federation_id != info.federation_id
             for spent in spend.events
         ]
-        alone = epsilon_of(events, wanted)
-        in_all = epsilon_of([*others, *events], wanted) if others else alone
+        alone = epsilon_of(events, chosen)
+        in_all = epsilon_of([*others, *events], chosen) if others else alone
     except PrivacyError as error:
         raise ClientError(Exit.LEDGER, f"this federation cannot be protected here: {error}") from None
-    replaced = replace_one_epsilon(events, wanted)
-    return PrivacyPlan(units, z, wanted, shape.count, shape.q, alone, in_all, most, privacy.unit, replaced)
+    replaced = replace_one_epsilon(events, chosen)
+    return PrivacyPlan(units, z, chosen, shape.count, shape.q, alone, in_all, most, privacy.unit, replaced)
 
 
 def _check_unit(ledger: Ledger, privacy: PrivacySpec) -> None:

@@ -21,11 +21,11 @@ def add_known(addresses: Addresses, folder: Path, allowed: Callable[[str], bool]
     A file that cannot be read has none.
     """
     try:
-        known = json.loads((folder / FILE).read_bytes())
+        stored = json.loads((folder / FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
         return
-    if isinstance(known, list) and set(addresses.all) <= {one for one in known if isinstance(one, str)}:
-        addresses.all += [one for one in known if isinstance(one, str) and one not in addresses.all and allowed(one)]
+    if isinstance(stored, list) and set(addresses.all) <= {one for one in stored if isinstance(one, str)}:
+        addresses.all += [one for one in stored if isinstance(one, str) and one not in addresses.all and allowed(one)]
 
 
 def keep_known(addresses: Addresses, state: PrivateState) -> None:

@@ -175,8 +175,8 @@ class PrivateState:
             ClientError: STATE where the folder belongs to another federation.
         """
         if identity.federation_id not in (None, federation_id):
-            own = identity.federation_id
-            text = f"the state folder {self.folder} belongs to federation {own}, not to {federation_id}"
+            bound_to = identity.federation_id
+            text = f"the state folder {self.folder} belongs to federation {bound_to}, not to {federation_id}"
             raise ClientError(Exit.STATE, f"{text}: give another --state-dir")
         bound = replace(identity, federation_id=federation_id, client_id=client_id or identity.client_id)
         return bound if bound == identity else self._write_identity(bound)
@@ -365,8 +365,8 @@ class PrivateState:
         """Delete private tensors, pending updates, prompts for predictions and features. The identity stays."""
         for name in (PENDING, ANSWERED, "pending.tmp", "discarded", "features", PAYLOADS):
             shutil.rmtree(self.folder / name, ignore_errors=True)
-        own = ("secure-work*", "secure-attempt*", "secure-masked*")
-        for pattern in (f"{COMMITTED}*", "round-*", "serving*", "last-refusal.json*", DATA, *own):
+        secure = ("secure-work*", "secure-attempt*", "secure-masked*")
+        for pattern in (f"{COMMITTED}*", "round-*", "serving*", "last-refusal.json*", DATA, *secure):
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
         self._disk.sync_folder(self.folder)

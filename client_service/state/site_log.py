@@ -116,8 +116,8 @@ def read(folder: Path) -> list[Line]:
     return _read(folder)[0]
 
 
-def verify(folder: Path, known: str | None = None) -> Head:
-    """Compute the chain again; the last line's number and chain. ``known``: a chain that a line must have.
+def verify(folder: Path, link: str | None = None) -> Head:
+    """Compute the chain again; the last line's number and chain. ``link``: a chain that a line must have.
 
     Raises:
         ChangedLog: a line was changed, cut off, moved or forged; or there is no log.
@@ -135,8 +135,8 @@ def verify(folder: Path, known: str | None = None) -> Head:
     _expect_head(path, lines, head)
     if whole != path.stat().st_size and head.next is None:
         raise ChangedLog(f"{path} ends in a line that nobody announced")
-    if known is not None and known not in {line["chain"] for line in lines}:
-        raise ChangedLog(f"no line of {path} has the chain {known}: its end was cut, or all of it was written anew")
+    if link is not None and link not in {line["chain"] for line in lines}:
+        raise ChangedLog(f"no line of {path} has the chain {link}: its end was cut, or all of it was written anew")
     return Head(len(lines), chain)
 
 
@@ -208,12 +208,12 @@ def _described(line: Line) -> list[str]:
     """One message in words, or the questions of an hour."""
     at = line["at"][:19].replace("T", " ")
     if line["what"] == "questions":
-        asked = ", ".join(f"{count} for {name}" for name, count in line["asked"].items()) or "none"
+        counts = ", ".join(f"{count} for {name}" for name, count in line["asked"].items()) or "none"
         text = f"{at}  requests without a body to {line['to']}, also later in this hour"
-        return [f"{text}; since the last such line: {asked}"]
+        return [f"{text}; since the last such line: {counts}"]
     begin = f"{at}  {line['message']}"
     where = f", round {line['round']}, {line['phase']}" if "round" in line else ""
     size = f", {line['bytes']:,} bytes, sha256 {line['sha256']}" if "bytes" in line else ""
-    told = [f"{begin}{where} to {line['to']}{size}"]
-    told += [f"    tensor {name}: {shape}" for name, shape in line.get("tensors", {}).items()]
-    return told + ([f"    fields {', '.join(line['fields'])}"] if line.get("fields") else [])
+    lines = [f"{begin}{where} to {line['to']}{size}"]
+    lines += [f"    tensor {name}: {shape}" for name, shape in line.get("tensors", {}).items()]
+    return lines + ([f"    fields {', '.join(line['fields'])}"] if line.get("fields") else [])

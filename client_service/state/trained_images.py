@@ -25,9 +25,9 @@ def note_trained(folder: Path, federation: str, digests: Iterable[str]) -> None:
         ClientError: STATE where they cannot be written.
     """
     try:
-        known = read_trained(folder) or set()
-        everything = known.union(digests)
-        if everything != known:
+        before = read_trained(folder) or set()
+        everything = before.union(digests)
+        if everything != before:
             write_whole(folder / FILE, "".join(f"{digest}\n" for digest in sorted(everything)).encode(), mode=0o600)
     except OSError as error:
         raise ClientError(Exit.STATE, f"{folder / FILE} cannot be written: {why(error)}") from None

@@ -305,11 +305,11 @@ def check_scales(source: Source, tests: Mapping[str, Source]) -> None:
         ClientError: BAD_INPUT, with both scales.
     """
     for name, other in tests.items():
-        said = "grey=" in source.uri and "grey=" in other.uri
-        if source.grey and other.grey and source.grey != other.grey and not said:
+        agreed = "grey=" in source.uri and "grey=" in other.uri
+        if source.grey and other.grey and source.grey != other.grey and not agreed:
             text = f"grey pictures of the test set {name} are read as {scale_text(other.grey)}"
-            own = f"those of the client's own data as {scale_text(source.grey)}"
-            raise ClientError(Exit.BAD_INPUT, f"{text}, {own}: say grey= in both URIs")
+            scale = f"those of the client's own data as {scale_text(source.grey)}"
+            raise ClientError(Exit.BAD_INPUT, f"{text}, {scale}: say grey= in both URIs")
 
 
 def check_domain(method: Method, role: str, source: Source) -> None:

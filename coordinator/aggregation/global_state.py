@@ -86,7 +86,7 @@ class Combined:
     def __call__(self, updates: Iterable[ClientUpdate]) -> dict[str, Any]:
         """The aggregate."""
         rule = self.rule
-        return self.optimizer.wrap(lambda given: rule(given) if isinstance(rule, Rule) else dict(rule))(updates)
+        return self.optimizer.wrap(lambda updates: rule(updates) if isinstance(rule, Rule) else dict(rule))(updates)
 
 
 def has_torch() -> bool:
@@ -121,19 +121,19 @@ def call_with_torch(method: Method, name: str, arguments: tuple[Any, ...], threa
     import torch
 
     torch.set_num_threads(threads)  # The order of sums, and so their bits, depends on it.
-    given = tuple(_tensors(value) for value in arguments)
-    result = _arrays(_call(method, name, given, seeds.generator))
-    for mine, other in zip(arguments, given, strict=True):
+    converted = tuple(_tensors(value) for value in arguments)
+    result = _arrays(_call(method, name, converted, seeds.generator))
+    for mine, other in zip(arguments, converted, strict=True):
         if isinstance(mine, Combined):
             mine.take_judgements(other)
     return result
 
 
 def _call(method: Method, name: str, arguments: tuple[Any, ...], draws: seeds.DrawsOf) -> Any:
-    given = [replace(value, draws_of=draws) if isinstance(value, ServerContext) else value for value in arguments]
+    values = [replace(value, draws_of=draws) if isinstance(value, ServerContext) else value for value in arguments]
     if name == "initial_state":
-        given.append(draws(given[0].seed, seeds.INITIAL))
-    return getattr(method, name)(*given)
+        values.append(draws(values[0].seed, seeds.INITIAL))
+    return getattr(method, name)(*values)
 
 
 def _tensors(value: Any) -> Any:
@@ -198,8 +198,8 @@ def _made(federation: Federation, context: ServerContext) -> Arrays:
     except Exception as error:
         name = federation.method.name
         log.exception("initial_state of the method %s failed", name)
-        told = f"{type(error).__name__}: {error}"
-        raise MethodError(f"initial_state of {name} failed ({told}): the coordinator's log has the traceback") from None
+        why = f"{type(error).__name__}: {error}"
+        raise MethodError(f"initial_state of {name} failed ({why}): the coordinator's log has the traceback") from None
     return made
 
 
@@ -226,11 +226,11 @@ def joined(federation: Federation, state: Arrays, roster: Sequence[str], newcome
 
 def forgotten(federation: Federation, state: Arrays, client: str, context: ServerContext) -> Arrays:
     """The state without the client's own part; the same object if there is none."""
-    own = method_part(state)
+    part = method_part(state)
     if not has_own(federation.method, "forget"):
         return state
-    after: Arrays = call(federation, "forget", own, federation.clients[client].info(), context)
-    if after.keys() == own.keys() and all(np.array_equal(after[name], own[name]) for name in own):
+    after: Arrays = call(federation, "forget", part, federation.clients[client].info(), context)
+    if after.keys() == part.keys() and all(np.array_equal(after[name], part[name]) for name in part):
         return state
     after = after | server_part(state)
     check_state(federation, after, context)
@@ -251,8 +251,8 @@ def after_phase(
     rule gives.
     """
     optimizer = ServerOptimizer(federation.spec.aggregation.server, state)
-    given = method_part(state), phase, updates, Combined(rule, optimizer), context
-    return _whole(federation, state, call(federation, "aggregate", *given), optimizer, context)
+    positional = method_part(state), phase, updates, Combined(rule, optimizer), context
+    return _whole(federation, state, call(federation, "aggregate", *positional), optimizer, context)
 
 
 def common_payload(federation: Federation, state: Arrays, phase: Phase, context: ServerContext) -> Arrays:
@@ -320,10 +320,10 @@ def stored_updates(
     Raises:
         DamagedBlob: one cannot be read.
     """
-    wanted = list(updates)
-    for begin in range(0, len(wanted), READ_AT_ONCE):
-        some = wanted[begin : begin + READ_AT_ONCE]
-        admitted = {sha256: known for _, _, sha256 in some if (known := blobs.admitted.get(sha256)) is not None}
+    ordered = list(updates)
+    for begin in range(0, len(ordered), READ_AT_ONCE):
+        some = ordered[begin : begin + READ_AT_ONCE]
+        admitted = {sha256: decoded for _, _, sha256 in some if (decoded := blobs.admitted.get(sha256)) is not None}
         left = [sha256 for _, _, sha256 in some if sha256 not in admitted]
         places = dict(zip(left, blobs.places(left), strict=True)) if left else {}
         blobs.admitted.forget(admitted)

@@ -102,15 +102,15 @@ class Rule:
         """The aggregate. Raises ValueError where there is no update."""
         if self.spec.is_plain_mean:
             return weighted_mean(updates, self.room)
-        given = list(updates)
-        if not given:
+        counted = list(updates)
+        if not counted:
             raise ValueError("there is no update to aggregate")
-        rows = Rows(given, self.base, self.spec.clip_norm, self.room)
-        weights = rows.xp.asarray([update.weight for update in given], dtype=rows.xp.float64)
+        rows = Rows(counted, self.base, self.spec.clip_norm, self.room)
+        weights = rows.xp.asarray([update.weight for update in counted], dtype=rows.xp.float64)
         point, influence = RULES[self.spec.rule](rows, weights / weights.sum(), self.spec)
         chosen = self.spec.rule not in ("krum", "multi_krum")
         distances = rows.distances_to(point).tolist()
-        for update, factor, share, distance in zip(given, rows.factors, influence.tolist(), distances, strict=True):
+        for update, factor, share, distance in zip(counted, rows.factors, influence.tolist(), distances, strict=True):
             taken = chosen or share > 0
             verdict: Literal["counted", "clipped", "rejected"]
             verdict = "rejected" if not taken else "clipped" if factor < 1 else "counted"
@@ -130,8 +130,8 @@ def median(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
     stays among the good values as long as these have more than half of the weight.
     """
 
-    def kept(upto: Any, own: Any) -> Any:
-        below = upto - own
+    def kept(upto: Any, weight: Any) -> Any:
+        below = upto - weight
         lower = (upto >= 0.5 - ROUNDING) & (below < 0.5 - ROUNDING)  # where the sum of weights reaches a half
         upper = (upto > 0.5 + ROUNDING) & (below <= 0.5 + ROUNDING)  # where it goes beyond
         return (double(lower) + double(upper)) / 2
@@ -148,9 +148,9 @@ def trimmed_mean(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
     assert spec.tolerate is not None
     cut = spec.tolerate
 
-    def kept(upto: Any, own: Any) -> Any:
+    def kept(upto: Any, weight: Any) -> Any:
         clip = namespace(upto).clip
-        inside = clip(upto, None, 1 - cut) - clip(upto - own, cut, None)
+        inside = clip(upto, None, 1 - cut) - clip(upto - weight, cut, None)
         return clip(inside, 0, None) / (1 - 2 * cut)
 
     return _by_coordinate(rows, weights, kept)
@@ -163,8 +163,8 @@ def _by_coordinate(rows: Rows, weights: Any, kept: Callable[[Any, Any], Any]) ->
     def middle(values: Any) -> Any:
         nonlocal influence
         order = argsort(values)
-        own = weights[order]
-        shares = kept(own.cumsum(0), own)
+        sorted_weights = weights[order]
+        shares = kept(sorted_weights.cumsum(0), sorted_weights)
         influence += rows.xp.bincount(order.reshape(-1), shares.reshape(-1), rows.count)
         return (shares * take_along(values, order, 0)).sum(0)
 

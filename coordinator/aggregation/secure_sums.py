@@ -90,12 +90,12 @@ def private_mean(
 
 def _base(payload: Mapping[str, Array], shapes: Mapping[str, Shape], names: list[str]) -> Vector:
     """The tensors that clients started from; zeros for tensors that the payload does not have."""
-    given: Arrays = {}
+    tensors: Arrays = {}
     for name in names:
         before = payload.get(name)
         fits = before is not None and tuple(before.shape) == tuple(shapes[name])
-        given[name] = before if before is not None and fits else np.zeros(shapes[name])
-    return _flat(given, names)
+        tensors[name] = before if before is not None and fits else np.zeros(shapes[name])
+    return _flat(tensors, names)
 
 
 def _flat(tensors: Mapping[str, Any], names: list[str]) -> Vector:
@@ -123,9 +123,9 @@ class Attempt:
 
     @cached_property
     def _made(self) -> tuple[Roster, dict[int, KeysAnswer], dict[str, int]]:
-        given = {client: KeysAnswer.model_validate_json(body) for client, body in self._answers(TRAIN).items()}
-        roster, signed = make_roster(given.values(), self._spec, self._rule)
-        return roster, signed, {client: roster.place_of(answer.entry) for client, answer in given.items()}
+        entries = {client: KeysAnswer.model_validate_json(body) for client, body in self._answers(TRAIN).items()}
+        roster, signed = make_roster(entries.values(), self._spec, self._rule)
+        return roster, signed, {client: roster.place_of(answer.entry) for client, answer in entries.items()}
 
     @property
     def roster(self) -> Roster:

@@ -167,8 +167,8 @@ class Federation:
 
     def training_terms(self) -> TrainingTerms:
         """The terms of training, as offered to clients and repeated in every task."""
-        known = {"fingerprint": self.fingerprint, "shape": self.shape}
-        return TrainingTerms.of(self.spec, backbone=self.spec.backbone.model_copy(update=known))
+        reference = {"fingerprint": self.fingerprint, "shape": self.shape}
+        return TrainingTerms.of(self.spec, backbone=self.spec.backbone.model_copy(update=reference))
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -206,11 +206,11 @@ class Federation:
             return self._context(names)
         # One object as long as it would come out the same: each update of a phase is looked at beside it.
         made_of = (self.spec, self.shape, self.clients, self.run.members)
-        known = self._last_context.get(made_of)
-        if known is None:
-            known = self._context([name for name, member in self.run.members.items() if member.joined])
-            self._last_context.set(made_of, known)
-        return known
+        context = self._last_context.get(made_of)
+        if context is None:
+            context = self._context([name for name, member in self.run.members.items() if member.joined])
+            self._last_context.set(made_of, context)
+        return context
 
     @property
     def update_limit(self) -> int:
@@ -242,8 +242,8 @@ class Federation:
 
     def _info(self, name: str) -> ClientInfo:
         """A client as a method sees it, with its current ``active``."""
-        known, member = self.clients[name].info(), self.run.members.get(name)
-        return known if member is None or member.active else replace(known, active=False)
+        info, member = self.clients[name].info(), self.run.members.get(name)
+        return info if member is None or member.active else replace(info, active=False)
 
     def peers(self) -> list[Peer]:
         """The active clients that the state includes, in order of name."""
@@ -274,15 +274,15 @@ class Federation:
 
     def with_clients(self, *clients: Client) -> Federation:
         """This federation with ``clients`` added or replaced."""
-        known, by_secret = dict(self.clients), dict(self.by_secret)
+        by_name, by_secret = dict(self.clients), dict(self.by_secret)
         for client in clients:
-            before = known.get(client.name)
+            before = by_name.get(client.name)
             if before is not None and before.secret_digest is not None:
                 del by_secret[before.secret_digest]
             if client.secret_digest is not None:
                 by_secret[client.secret_digest] = client
-            known[client.name] = client
-        return replace(self, clients=known, by_secret=by_secret)
+            by_name[client.name] = client
+        return replace(self, clients=by_name, by_secret=by_secret)
 
 
 def differing(named: Mapping[str, tuple[str, ...]]) -> str | None:
@@ -294,8 +294,10 @@ def differing(named: Mapping[str, tuple[str, ...]]) -> str | None:
         return None
     common, all_names = frozenset[str].intersection(*trainers), frozenset[str]().union(*trainers)
     groups = sorted(trainers.items(), key=lambda group: (-len(group[1]), group[1]))
-    classes = [shortened(quoted(sorted(own - common), all_names), 8) for own, _ in groups]
-    sides = [f"{shortened(names, 3)}: {own or 'no more'}" for own, (_, names) in zip(classes, groups, strict=True)]
+    classes = [shortened(quoted(sorted(theirs - common), all_names), 8) for theirs, _ in groups]
+    sides = [
+        f"{shortened(names, 3)}: {theirs or 'no more'}" for theirs, (_, names) in zip(classes, groups, strict=True)
+    ]
     beside = f" beside {len(common)} that all have" if common else ""
     return f"the trainers' class names differ{beside} ({shortened(sides, 4, ' | ')})"
 

@@ -87,8 +87,8 @@ def steps_of(phases: Iterable[PhasePlan], spec: SecureAggregationSpec) -> tuple[
             name = phase.name if attempt == 1 else f"{phase.name}/{attempt}"
             for index, kind in enumerate(KINDS):
                 step = SecureStep(index, attempt, number, phase.name, first, following, after)
-                own = name if index == TRAIN else f"{name}/{kind}"
-                plans.append(PhasePlan(own, phase.ask, kind, spec.step_seconds if index else None, step))
+                name_of_step = name if index == TRAIN else f"{name}/{kind}"
+                plans.append(PhasePlan(name_of_step, phase.ask, kind, spec.step_seconds if index else None, step))
     return tuple(plans)
 
 
@@ -287,8 +287,8 @@ class Machine:
         run, expected = self.run, None
         names: Sequence[str] = run.eligible()
         if plan.secure is not None and plan.is_fixed:
-            asked = run.previous if plan.secure.index else run.cohort
-            names = [name for name in asked if run.members[name].active]
+            cohort = run.previous if plan.secure.index else run.cohort
+            names = [name for name in cohort if run.members[name].active]
             size = len(names)
         elif run.step == 0:
             names, size, expected = first_asked(self.rules, run, run.eligible())
@@ -302,12 +302,12 @@ class Machine:
         self, kind: TaskKind, name: str, names: Sequence[str], size: int, now: float, expected: float | None = None
     ) -> None:
         """Open a stage for ``names``."""
-        asked = tuple(sorted(names))
+        ordered = tuple(sorted(names))
         seconds = self.rules.seconds(self._plan())
-        stage = Stage(kind, name, dict.fromkeys(asked, "open"), size, now + seconds)
+        stage = Stage(kind, name, dict.fromkeys(ordered, "open"), size, now + seconds)
         self._set(stage=stage)
         there = float(size) if expected is None else expected
-        self.facts.append(run_state.Opened(self.run.round, self.run.step, kind, name, asked, size, there))
+        self.facts.append(run_state.Opened(self.run.round, self.run.step, kind, name, ordered, size, there))
         self.facts.append(run_state.DeadlineSet(seconds))
 
     def _close_if_due(self, stage: Stage, now: float) -> bool:
@@ -337,11 +337,11 @@ class Machine:
         """
         assert self.rules.secure is not None
         answered = len(stage.having("answered"))
-        wanted = step_answers_needed(self.rules.secure, step, len(self.run.cohort))
+        needed = step_answers_needed(self.rules.secure, step, len(self.run.cohort))
         first = step.index == TRAIN and step.attempt == 1
         if first:
-            wanted = max(wanted, answers_needed(self.rules, self.run, stage))
-        if answered >= wanted and step.index != UNMASK:
+            needed = max(needed, answers_needed(self.rules, self.run, stage))
+        if answered >= needed and step.index != UNMASK:
             size = size_when_closed(self.rules, self.run, stage) if first else stage.sample_size
             self._close(stage, size)
             self._complete()
@@ -457,8 +457,8 @@ class Machine:
         return self.rules.plan(self.run.round, self.run.step)
 
     def _join(self, names: tuple[str, ...]) -> None:
-        known = {name: replace(self.run.members[name], joined=True) for name in names}
-        self._set(members={**self.run.members, **known})
+        joined = {name: replace(self.run.members[name], joined=True) for name in names}
+        self._set(members={**self.run.members, **joined})
         if names:
             self.facts.append(run_state.Joined(names))
 

@@ -55,7 +55,7 @@ class Computed:
     total: SumRow | None = None
 
 
-def compute(registry: Registry, federation: Federation, state: Arrays, closed: PhaseRow, given: Given) -> Computed:
+def compute(registry: Registry, federation: Federation, state: Arrays, closed: PhaseRow, inputs: Given) -> Computed:
     """The state after the closed phase, of its stored updates or its secure sum.
 
     Raises:
@@ -63,17 +63,17 @@ def compute(registry: Registry, federation: Federation, state: Arrays, closed: P
     """
     if federation.spec.secure_aggregation is not None:
         after, total, norm = sums.summed(registry, federation, state, closed)
-        told = {"sum_clients": total.count, "sum_weight": total.weight, "mean_norm": norm}
-        return Computed(after, {"phase": told, "clients": {}}, {}, total)
+        figures = {"sum_clients": total.count, "sum_weight": total.weight, "mean_norm": norm}
+        return Computed(after, {"phase": figures, "clients": {}}, {}, total)
     phase = federation.method_phase(closed.round, closed.step)
     if federation.spec.privacy.protects_clients:
-        return _computed_with_noise(registry, federation, state, closed, phase, given)
+        return _computed_with_noise(registry, federation, state, closed, phase, inputs)
     changed: dict[str, float] = {}
     context, rule = federation.context(), Rule(federation.spec.aggregation, state)
     payload = lru_cache(maxsize=8)(lambda sha256: registry.blobs.tensors(sha256)[0])  # of most, the same
     with room(registry.blobs) as rule.room:
-        stored = global_state.stored_updates(registry.blobs, given.updates, changed)
-        measured = rows.measured(stored, lambda client: payload(given.payloads[client]), changed)
+        stored = global_state.stored_updates(registry.blobs, inputs.updates, changed)
+        measured = rows.measured(stored, lambda client: payload(inputs.payloads[client]), changed)
         after = global_state.after_phase(federation, state, phase, measured, rule, context)
     report = {**_finite(_measured(federation, state, phase, after, context)), "changes": _finite_numbers(changed)}
     return Computed(after, report, rule.judged)
@@ -85,12 +85,12 @@ def _computed_with_noise(
     state: Arrays,
     closed: PhaseRow,
     phase: Phase,
-    given: Given,
+    inputs: Given,
 ) -> Computed:
     terms = sums.terms_of(federation, closed)
     with registry.database.read() as session:
         before = sums.released(session, federation)
-    stream, context = global_state.stored_updates(registry.blobs, given.updates), federation.context()
+    stream, context = global_state.stored_updates(registry.blobs, inputs.updates), federation.context()
     after, mean = sums.noised(federation, state, phase, stream, terms, context)
     measures = _measured(federation, state, phase, after, context)
     noise = sums.noise_told(federation, terms, before + 1, registry.noise.kind)
@@ -399,7 +399,7 @@ def current_state(registry: Registry, session: Session, id: str) -> Arrays:
 
 
 def _commit_state(change: Change, tensors: Arrays, stored: Stored, origin: str, phase_id: int | None) -> None:
-    told = {"round": change.federation.run.round, "origin": origin, "state_hash": state_hash(tensors)}
+    facts = {"round": change.federation.run.round, "origin": origin, "state_hash": state_hash(tensors)}
     row = {"federation_id": change.federation.id, "phase_id": phase_id, "sha256": stored.digest, "bytes": stored.size}
-    change.batch.states.append(told | row | {"stored": True})
-    change.emit("state-committed", **told)
+    change.batch.states.append(facts | row | {"stored": True})
+    change.emit("state-committed", **facts)

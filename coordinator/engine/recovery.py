@@ -118,11 +118,11 @@ def _unreadable(id: str, name: str, error: Exception) -> Federation:
     why = first_error(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
     spec: dict[str, object] = {"name": name, "method": {"name": "unreadable"}}
     try:
-        known = FederationSpec.model_validate(spec)
+        readable = FederationSpec.model_validate(spec)
     except ValidationError:
-        known = FederationSpec.model_validate(spec | {"name": id})
+        readable = FederationSpec.model_validate(spec | {"name": id})
     method = AbsentMethod(f"its stored spec or rows cannot be read: {one_line(why)[:500]}")
-    return replace(federation_of(id, known, method), run=Run(state="failed", reason=f"unreadable: {method.why}"))
+    return replace(federation_of(id, readable, method), run=Run(state="failed", reason=f"unreadable: {method.why}"))
 
 
 def _tokens(session: Session, id: str) -> dict[str, EnrolmentToken]:

@@ -104,29 +104,29 @@ class Waits:
     @contextmanager
     def begun(self, key: Hashable, receive: Receive | None) -> Iterator[Wait]:
         """A block in which a request waits; ``receive`` tells that its caller has gone. None: it does not wait."""
-        own = Wait()
+        wait = Wait()
         if receive is None:
-            yield own
+            yield wait
             return
         waiting = self._by_key.setdefault(key, [])
-        waiting.append(own)
+        waiting.append(wait)
         for older in waiting[:-HELD]:
             self._end(key, older)
-        watch = asyncio.get_running_loop().create_task(self._until_gone(key, own, receive))
+        watch = asyncio.get_running_loop().create_task(self._until_gone(key, wait, receive))
         self._waiting.inc()
         try:
-            yield own
+            yield wait
         finally:
             self._waiting.dec()
             watch.cancel()
-            waiting.remove(own)
+            waiting.remove(wait)
             if not waiting and self._by_key.get(key) is waiting:
                 del self._by_key[key]
 
-    async def _until_gone(self, key: Hashable, own: Wait, receive: Receive) -> None:
+    async def _until_gone(self, key: Hashable, wait: Wait, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._end(key, own)
+        self._end(key, wait)
 
     def _end(self, key: Hashable, wait: Wait) -> None:
         wait.over = True
@@ -271,7 +271,7 @@ class Registry:
         """As ``find``, also if its method is absent. Raises NotFound."""
         federation = self.federations.get(id_or_name)
         if federation is None:
-            federation = next((known for known in self.federations.values() if known.name == id_or_name), None)
+            federation = next((one for one in self.federations.values() if one.name == id_or_name), None)
         if federation is None:
             raise NotFound(f"there is no federation {id_or_name[:100]!r} here: check its name")
         return federation
@@ -305,12 +305,12 @@ class Registry:
             self.blobs.remove_superseded(changes.batch.superseded)
         self._announce(changes)
 
-    def note(self, id: str, **known: Any) -> None:
+    def note(self, id: str, **fields: Any) -> None:
         """Set fields of a federation in memory alone: ``starting``, or ``tokens`` as just written."""
         with self._turn:
             federation = self.federations.get(id)
             if federation is not None:
-                self.federations = {**self.federations, id: replace(federation, **known)}
+                self.federations = {**self.federations, id: replace(federation, **fields)}
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:

@@ -81,23 +81,23 @@ def attempt_of(registry: Registry, federation: Federation, round: int, step: int
     """The attempt that ``step`` belongs to; what was read of the latest one is kept in memory."""
     secure = _secure(federation, round, step)
     key = (round, secure.first)
-    known = registry.attempts.get(federation.id)
-    if known is None or known[0] != key:
-        known = key, Attempt(registry.database, federation, round, secure)
-        registry.attempts[federation.id] = known
-    return known[1]
+    latest = registry.attempts.get(federation.id)
+    if latest is None or latest[0] != key:
+        latest = key, Attempt(registry.database, federation, round, secure)
+        registry.attempts[federation.id] = latest
+    return latest[1]
 
 
 def keys_of(registry: Registry, federation: Federation, round: int, step: int) -> dict[str, str]:
     """Who has sent which key (hex) for the attempt that begins with ``step``; callers add theirs."""
-    known = registry.keys.get(federation.id)
-    if known is None or known[0] != (round, step):
+    latest = registry.keys.get(federation.id)
+    if latest is None or latest[0] != (round, step):
         with registry.database.read() as session:
             sent = secure_sums.answers(session, federation.id, round, step, all_sent=True)
         entries = {name: KeysAnswer.model_validate_json(body).entry for name, body in sent.items()}
         keys = {key: name for name, entry in entries.items() for key in expect_keys(entry)}
-        known = registry.keys[federation.id] = (round, step), keys
-    return known[1]
+        latest = registry.keys[federation.id] = (round, step), keys
+    return latest[1]
 
 
 def _secure(federation: Federation, round: int, step: int) -> SecureStep:
@@ -119,20 +119,20 @@ def unfit(registry: Registry, federation: Federation, task: OpenTask) -> dict[st
     with registry.database.read() as session:
         first = _secure(federation, task.round, task.step).first
         sent = secure_sums.answers(session, federation.id, task.round, first)
-    given = {name: KeysAnswer.model_validate_json(body) for name, body in sent.items()}
-    return opening.unfit(given, federation.spec.secure_aggregation, Weighting.of(federation.spec.aggregation))
+    answers = {name: KeysAnswer.model_validate_json(body) for name, body in sent.items()}
+    return opening.unfit(answers, federation.spec.secure_aggregation, Weighting.of(federation.spec.aggregation))
 
 
-def blamed(change: Change, task: OpenTask, told: FailureRequest) -> dict[str, SecureError]:
-    """The dealer of the false shares that ``told`` is about, if for them so many have failed that the sum could fail.
+def blamed(change: Change, task: OpenTask, failure: FailureRequest) -> dict[str, SecureError]:
+    """The dealer of the false shares that a ``failure`` is about, if so many have failed for them that the sum could.
 
     Those are over half of the members that it can miss. Only the two know who of them lies, so one's word is too
     little. Who has failed for such a dealer has not failed.
     """
     run, federation = change.federation.run, change.federation
     plan, spec = federation.rules.plan(task.round, task.step), federation.spec.secure_aggregation
-    found = re.search("ed25519:([0-9a-f]{64})", told.detail)
-    if task.kind != "mask" or told.type != BAD_SHARES or found is None:
+    found = re.search("ed25519:([0-9a-f]{64})", failure.detail)
+    if task.kind != "mask" or failure.type != BAD_SHARES or found is None:
         return {}
     assert run.stage is not None
     assert plan is not None

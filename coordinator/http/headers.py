@@ -26,10 +26,10 @@ def with_headers(scope: Scope, send: Send) -> Send:
     async def answer(message: Message) -> None:
         nonlocal start
         if message["type"] == "http.response.start":
-            told = message.get("headers", ())
-            message["headers"] = [*(header for header in told if header[0] not in names), *added]
-            known = {name for name, _ in told}
-            if of_api and b"content-length" in known and b"repr-digest" not in known:
+            headers = message.get("headers", ())
+            message["headers"] = [*(header for header in headers if header[0] not in names), *added]
+            present = {name for name, _ in headers}
+            if of_api and b"content-length" in present and b"repr-digest" not in present:
                 start = message
                 return
         elif start is not None:

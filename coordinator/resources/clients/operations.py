@@ -96,14 +96,14 @@ class _Enrolment:
     def enter(self, change: Change) -> bool:
         """Enrol the client, or recognise it; returns whether it is new."""
         federation, request = change.federation, self.request
-        known = federation.clients.get(request.name)
+        before = federation.clients.get(request.name)
         _check_backbone(federation, request)
-        if known is not None and known.secret_digest is not None:
-            _recognise(federation, known, request)
+        if before is not None and before.secret_digest is not None:
+            _recognise(federation, before, request)
             _note_release(change, request)
             return False
-        token = _check_token(federation, self.token_digest, request, known)
-        row = _row(federation, request, known.id if known else "cli-" + secrets.token_hex(8), token.id)
+        token = _check_token(federation, self.token_digest, request, before)
+        row = _row(federation, request, before.id if before else "cli-" + secrets.token_hex(8), token.id)
         client = client_of(ClientRow(**row))
         _check(federation, request)
         _check_method(federation, client, request.backbone_shape)
@@ -118,16 +118,16 @@ class _Enrolment:
         return True
 
 
-def _recognise(federation: Federation, known: Client, request: EnrolRequest) -> None:
-    if not secrets.compare_digest(known.secret_digest or "", digest(request.secret)):
+def _recognise(federation: Federation, client: Client, request: EnrolRequest) -> None:
+    if not secrets.compare_digest(client.secret_digest or "", digest(request.secret)):
         raise problems.NameTaken(
             f"{request.name!r} has enrolled with another secret: choose another name, or ask the operator to reset it"
         )
-    if not federation.run.members[known.name].active:
+    if not federation.run.members[client.name].active:
         raise problems.Withdrawn("the operator has withdrawn this client from the federation")
-    if federation.spec.secure_aggregation is not None and request.identity_key != known.identity_key:
-        text = f"{known.name!r} has enrolled with another identity key, which others remember: restore its state folder"
-        raise IdentityChanged(f"{text}, or ask the operator to reset its name")
+    if federation.spec.secure_aggregation is not None and request.identity_key != client.identity_key:
+        text = f"{request.name!r} has enrolled with another identity key, which others remember"
+        raise IdentityChanged(f"{text}: restore its state folder, or ask the operator to reset its name")
 
 
 def _note_release(change: Change, request: EnrolRequest) -> None:
@@ -141,7 +141,7 @@ def _software(request: EnrolRequest) -> dict[str, Any] | None:
 
 
 def _check_token(
-    federation: Federation, token_digest: str, request: EnrolRequest, known: Client | None
+    federation: Federation, token_digest: str, request: EnrolRequest, client: Client | None
 ) -> EnrolmentToken:
     """The enrolment token, which must be valid for this client."""
     token = federation.tokens.get(token_digest)
@@ -153,7 +153,7 @@ def _check_token(
         raise problems.OtherToken(f"this enrolment token is for {token.client!r} alone, whose name was reset")
     if token.role is not None and token.role != request.role:
         raise problems.OtherToken(f"this enrolment token is for an {token.role}, not for an {request.role}")
-    if known is not None and token.client != request.name:
+    if client is not None and token.client != request.name:
         text = f"the operator has reset the name {request.name!r}: it takes the enrolment token that was minted for it"
         raise problems.NameTaken(f"{text}, or choose another name")
     if token.closed:
@@ -166,8 +166,8 @@ def _check_token(
 
 
 def _use(change: Change, token_digest: str) -> None:
-    known = change.federation.tokens[token_digest]
-    token = replace(known, used=known.used + 1)
+    before = change.federation.tokens[token_digest]
+    token = replace(before, used=before.used + 1)
     change.batch.tokens[token_digest] = token.used
     change.federation = replace(change.federation, tokens={**change.federation.tokens, token_digest: token})
 
@@ -202,7 +202,7 @@ def _check(federation: Federation, request: EnrolRequest) -> None:
 
 def _check_peers(federation: Federation, name: str) -> None:
     """Every task describes all active clients, and clients refuse tasks that describe more than `MOST_PEERS`."""
-    others = sum(member.active for known, member in federation.run.members.items() if known != name)
+    others = sum(member.active for other, member in federation.run.members.items() if other != name)
     if others >= MOST_PEERS:
         text = f"{federation.name} has {others:,} clients, and {federation.method.name} describes each to all others"
         raise problems.UnfitClient(f"{text}: it takes {MOST_PEERS:,} at most")
@@ -227,22 +227,22 @@ def _check_identity(federation: Federation, request: EnrolRequest) -> None:
 
 def _check_protection(federation: Federation, request: EnrolRequest) -> None:
     """A trainer's protection must match the federation's: it counts groups itself; records are its images."""
-    privacy, given = federation.spec.privacy, request.protection
+    privacy, plan = federation.spec.privacy, request.protection
     if not privacy.protects_records or request.role != "trainer":
-        if given is not None:
+        if plan is not None:
             raise problems.PrivacyMismatch(f"{federation.name} asks no {request.role} for protection of its own")
         return
-    if given is None and privacy.unit == "group":
+    if plan is None and privacy.unit == "group":
         raise problems.PrivacyMissing(
             f"{federation.name} protects groups, and this client does not say how many it has"
         )
-    if given is not None and privacy.unit == "record" and given.units != request.num_samples:
-        text = f"{given.units} protected records and {request.num_samples} training images"
+    if plan is not None and privacy.unit == "record" and plan.units != request.num_samples:
+        text = f"{plan.units} protected records and {request.num_samples} training images"
         raise problems.PrivacyMismatch(f"{text}: {federation.name} protects every image")
-    if given is not None and given.units > request.num_samples:
-        raise problems.PrivacyMismatch(f"{given.units} groups of {request.num_samples} images: some would be empty")
-    if given is not None and privacy.noise_multiplier not in (None, given.noise_multiplier):
-        text = f"the client plans noise of {given.noise_multiplier:g}, the spec has {privacy.noise_multiplier:g}"
+    if plan is not None and plan.units > request.num_samples:
+        raise problems.PrivacyMismatch(f"{plan.units} groups of {request.num_samples} images: some would be empty")
+    if plan is not None and privacy.noise_multiplier not in (None, plan.noise_multiplier):
+        text = f"the client plans noise of {plan.noise_multiplier:g}, the spec has {privacy.noise_multiplier:g}"
         raise problems.PrivacyMismatch(text)
 
 
@@ -277,8 +277,8 @@ def _check_method(federation: Federation, client: Client, shape: BackboneShape) 
             check_hopeless(federation.method, federation.spec, seen.context(), federation.rules.min_clients)
     except MethodError as error:
         raise problems.CannotStart(str(error)) from None
-    known = federation.run.members.get(client.name)
-    former = federation.clients[client.name].info() if known is not None and known.joined else None
+    member = federation.run.members.get(client.name)
+    former = federation.clients[client.name].info() if member is not None and member.joined else None
     alone = seen.context([])
     try:
         _check_delta(federation, client)
@@ -324,24 +324,24 @@ def _row(federation: Federation, request: EnrolRequest, id: str, token_id: str) 
 
 def _store(change: Change, row: Row) -> None:
     if row["name"] in change.federation.clients:
-        known = change.client_row(row["name"])
+        stored = change.client_row(row["name"])
         for key, value in row.items():
-            setattr(known, key, value)
+            setattr(stored, key, value)
     else:
         change.batch.clients.append({**row, "joined": False, "enrolled_at": clock.now(), "refusals": 0})
 
 
 def _keep_reference(change: Change, request: EnrolRequest) -> None:
     """Take what the spec leaves open about the backbone from the first enrolment; ``start`` confirms it."""
-    given, known = request.backbone_shape, change.federation.shape
-    if known is not None:
-        stated = {key: size for key, size in known.model_dump().items() if size is not None}
-        given = given.model_copy(update=stated)
-    if (request.backbone_fingerprint, given) == (change.federation.fingerprint, known):
+    shape, reference = request.backbone_shape, change.federation.shape
+    if reference is not None:
+        stated = {key: size for key, size in reference.model_dump().items() if size is not None}
+        shape = shape.model_copy(update=stated)
+    if (request.backbone_fingerprint, shape) == (change.federation.fingerprint, reference):
         return
-    change.federation = replace(change.federation, fingerprint=request.backbone_fingerprint, shape=given)
+    change.federation = replace(change.federation, fingerprint=request.backbone_fingerprint, shape=shape)
     row = change.federation_row()
-    row.fingerprint, row.shape = request.backbone_fingerprint, given.model_dump()
+    row.fingerprint, row.shape = request.backbone_fingerprint, shape.model_dump()
 
 
 def client_name(federation: Federation, id_or_name: str) -> str:
@@ -480,11 +480,11 @@ def record_refused_enrolment(
     """
     with registry.change(id) as change:
         token = change.federation.tokens.get(token_digest)
-        known = [told for told, _ in refused_enrolments(change.session, id)]
-        if token is None or len(known) >= MOST_REFUSED:
+        refusals = [entry for entry, _ in refused_enrolments(change.session, id)]
+        if token is None or len(refusals) >= MOST_REFUSED:
             return
         about = {"client": name, "token": token.name, "type": refusal.kind, "detail": refusal.detail[:2000]}
-        if about != next((one for one in known if one["client"] == name), None):
+        if about != next((one for one in refusals if one["client"] == name), None):
             change.emit(REFUSED, **about)
 
 

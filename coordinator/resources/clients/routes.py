@@ -82,8 +82,8 @@ async def post_client(request: Request, registry: RegistryOf, caller: EnrollingB
     check_certificate(request, enrolment.name)
     with registry.committer.coming():
         client, new = await operations.enrol(registry, caller.federation.id, enrolment, caller.token)
-    known = EnrolResponse(client_id=client.id, federation_id=caller.federation.id, name=client.name, release=RELEASE)
-    return Stored(known, new)
+    receipt = EnrolResponse(client_id=client.id, federation_id=caller.federation.id, name=client.name, release=RELEASE)
+    return Stored(receipt, new)
 
 
 @router.get("/clients", responses=openapi.for_callers())

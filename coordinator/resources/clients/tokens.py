@@ -43,7 +43,7 @@ def mint(
     with registry.change(id) as change:
         federation = change.federation
         name = request.name or token_id
-        if any(name in (known.name, known.id) for known in federation.tokens.values()):
+        if any(name in (other.name, other.id) for other in federation.tokens.values()):
             raise problems.NameTaken(f"{federation.name} has an enrolment token {name!r}: choose another name")
         client = _reset_name(federation, request.client) if request.client is not None else None
         row = TokenRow(
@@ -85,8 +85,8 @@ def _invitation(federation: Federation, request: TokenRequest, minted: MintedTok
     return invitation.encoded()
 
 
-def _reset_name(federation: Federation, asked: str) -> str:
-    name = client_name(federation, asked)
+def _reset_name(federation: Federation, name_or_id: str) -> str:
+    name = client_name(federation, name_or_id)
     if federation.clients[name].secret_digest is not None:
         text = f"{name!r} has a secret: reset it first, then mint the token with which it enrols again"
         raise problems.WrongState(text, state=federation.run.state)
@@ -103,7 +103,7 @@ def page(session: Session, federation: Federation, limit: int, after: str | None
         by_token.with_only_columns(ClientRow.token_id, ClientRow.name).order_by(ClientRow.name)
     ):
         came.setdefault(token_id, []).append(name)
-    refused = {told["token"]: told | {"at": at} for told, at in reversed(refused_enrolments(session, federation.id))}
+    refused = {entry["token"]: entry | {"at": at} for entry, at in reversed(refused_enrolments(session, federation.id))}
     views = [_view(row, came.get(row.id, []), refused.get(row.name), federation) for row in shown]
     return TokenPage(tokens=views, next=following)
 
@@ -118,12 +118,12 @@ def revoke(registry: Registry, id: str, token: str) -> None:
     """Revoke a token. Clients that enrolled with it stay. Raises NotFound."""
     with registry.change(id) as change:
         federation = change.federation
-        keys = [key for key, known in federation.tokens.items() if token in (known.id, known.name)]
+        keys = [key for key, candidate in federation.tokens.items() if token in (candidate.id, candidate.name)]
         if not keys:
             raise problems.NotFound(f"{federation.name} has no enrolment token {token[:100]!r}: check its name")
         name = federation.tokens[keys[0]].name
         change.session.delete(change.session.get_one(TokenRow, keys[0]))
-        kept = {key: known for key, known in federation.tokens.items() if key != keys[0]}
+        kept = {key: candidate for key, candidate in federation.tokens.items() if key != keys[0]}
         change.federation = replace(federation, tokens=kept)
         change.emit("token-revoked", token=name)
         change.note("token-revoked", token=name)

@@ -112,9 +112,9 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
     """
     request_digest = _digest_of(raw)
     with registry.exclusively():
-        known = _created_with(registry, key, request_digest)
-        if known is not None:
-            return known
+        earlier = _created_with(registry, key, request_digest)
+        if earlier is not None:
+            return earlier
         spec = resolve(raw)
         if any(spec.name in (federation.name, federation.id) for federation in registry.federations.values()):
             text = f"there is already a federation {spec.name!r}: choose another name, or delete that one"
@@ -257,7 +257,7 @@ def bootstrap(registry: Registry, settings: Settings) -> None:
     if settings.bootstrap is None:
         return
     raw = read_spec(settings.bootstrap)
-    federation = next((known for known in registry.federations.values() if known.name == raw.get("name")), None)
+    federation = next((one for one in registry.federations.values() if one.name == raw.get("name")), None)
     path = settings.enrolment_token_file
     try:
         if federation is None:
@@ -279,16 +279,16 @@ def _plain(spec: FederationSpec) -> dict[str, Any]:
     return spec.model_dump(mode="json")
 
 
-def _differing(given: dict[str, Any], there: dict[str, Any], here: dict[str, Any], path: str = "") -> list[str]:
-    """Of what is ``given``, each value that is another ``here`` than ``there``."""
-    told = []
-    for key in given:
+def _differing(part: dict[str, Any], there: dict[str, Any], here: dict[str, Any], path: str = "") -> list[str]:
+    """Of the keys of ``part``, each whose value is another ``here`` than ``there``."""
+    differences = []
+    for key in part:
         then, now = there.get(key), here.get(key)
-        if isinstance(given[key], dict) and isinstance(then, dict) and isinstance(now, dict):
-            told += _differing(given[key], then, now, f"{path}{key}.")
+        if isinstance(part[key], dict) and isinstance(then, dict) and isinstance(now, dict):
+            differences += _differing(part[key], then, now, f"{path}{key}.")
         elif then != now:
-            told.append(f"{path}{key} is {plain(str(then))[:80]}, not {plain(str(now))[:80]}")
-    return told
+            differences.append(f"{path}{key} is {plain(str(then))[:80]}, not {plain(str(now))[:80]}")
+    return differences
 
 
 def read_run(text: str) -> dict[str, Any]:

@@ -74,9 +74,9 @@ def create(
 
 
 @router.post("/run-file", responses=openapi.for_callers(problems.InvalidSpec))
-def read_run_file(_: IsOperator, asked: RunText) -> RunContent:
+def read_run_file(_: IsOperator, run_file: RunText) -> RunContent:
     """Read a run file in YAML or JSON. Nothing is created."""
-    return RunContent(content=operations.read_run(asked.text))
+    return RunContent(content=operations.read_run(run_file.text))
 
 
 def _view(
@@ -108,10 +108,10 @@ def _listed(session: Session, registry: Registry, federation: Federation, caller
 def list_federations(registry: RegistryOf, caller: IsViewer, limit: Limit = 100, after: After = None) -> FederationPage:
     """All federations, oldest first."""
     with registry.database.read() as session:
-        known = list(registry.federations.values())
-        begin = next((k for k, federation in enumerate(known, 1) if federation.id == after), 0)
-        page = known[begin : begin + limit]
-        following = page[-1].id if page and begin + limit < len(known) else None
+        federations = list(registry.federations.values())
+        begin = next((k for k, federation in enumerate(federations, 1) if federation.id == after), 0)
+        page = federations[begin : begin + limit]
+        following = page[-1].id if page and begin + limit < len(federations) else None
         views = [_listed(session, registry, federation, caller) for federation in page]
         return FederationPage(federations=views, next=following)
 

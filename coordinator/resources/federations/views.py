@@ -100,16 +100,16 @@ def _time(stored: object) -> datetime | None:
 
 def without_participation(view: schemas.FederationView) -> schemas.FederationView:
     """``view`` without anything that tells who takes part in the open phase, how many, or when they answer."""
-    told: dict[str, object] = {"stage": None, "asked": [], "answered": [], "failed": [], "awaited": []}
-    return view.model_copy(update=told)
+    hidden: dict[str, object] = {"stage": None, "asked": [], "answered": [], "failed": [], "awaited": []}
+    return view.model_copy(update=hidden)
 
 
 def _draw(federation: Federation) -> schemas.DrawView:
     secret = federation.draw_secret
     if secret is None:
         return schemas.DrawView(commitment=None, secret=None)
-    told = secret if federation.run.state in ENDED else None
-    return schemas.DrawView(commitment=hashlib.sha256(secret.encode()).hexdigest(), secret=told)
+    revealed = secret if federation.run.state in ENDED else None
+    return schemas.DrawView(commitment=hashlib.sha256(secret.encode()).hexdigest(), secret=revealed)
 
 
 def _counts(federation: Federation) -> schemas.ClientCounts:
@@ -170,17 +170,17 @@ def _of_updates(session: Session, federation: Federation, client: Client, readin
     for row, spent in _reported(session, federation, reading, TaskRow.client == client.name):
         event = reading.row("an event", partial(PrivacyEvent.model_validate, row.spent.get("event")))
         if event is not None:
-            told = (spent.ledger_epsilon, spent.ledger_epsilon_replace_one)
+            ledger = (spent.ledger_epsilon, spent.ledger_epsilon_replace_one)
             release = None if masked else row.sent.removeprefix("sha256:")
-            yield _spend(row, [event], spent, told, release, split="train")
+            yield _spend(row, [event], spent, ledger, release, split="train")
 
 
 def _of_evaluations(session: Session, federation: Federation, client: Client, reading: Reading) -> Iterator[SpendView]:
     """Evaluations with noisy counts, which report their privacy cost."""
     mine = (TaskRow.client == client.name,)
     for row in _answers(session, federation, EvaluationRow, leniently(EvaluationRow.body), where=mine):
-        told = reading.row(f"the evaluation of round {row.round}", partial(_Costed.model_validate, row.body))
-        if told is not None and (spent := told.privacy) is not None:
+        evaluation = reading.row(f"the evaluation of round {row.round}", partial(_Costed.model_validate, row.body))
+        if evaluation is not None and (spent := evaluation.privacy) is not None:
             yield _spend(row, spent.events, spent, (spent.epsilon, None), None, split="test")
 
 
@@ -194,7 +194,7 @@ def _spend(
     row: Any,
     events: list[PrivacyEvent],
     spent: SpentPrivacy | SpendReport,
-    told: tuple[float, float | None],
+    ledger: tuple[float, float | None],
     release: str | None,
     split: Literal["train", "test"],
 ) -> SpendView:
@@ -205,8 +205,8 @@ def _spend(
         split=split,
         release=release,
         events=events,
-        epsilon=told[0],
-        epsilon_replace_one=told[1],
+        epsilon=ledger[0],
+        epsilon_replace_one=ledger[1],
         delta=spent.delta,
         noise=spent.noise,
         at=row.received_at,
@@ -232,7 +232,7 @@ def privacy_view(session: Session, federation: Federation) -> PrivacyView:
     clients = _of_clients(session, federation, reading) if federation.spec.privacy.protects_records else []
     failed = leniently(TaskRow.failure)
     tasks = select(failed).where(TaskRow.federation_id == federation.id, TaskRow.failure.is_not(None))
-    types = (str(told.get("type")) for told in session.scalars(tasks) if isinstance(told, dict))
+    types = (str(failure.get("type")) for failure in session.scalars(tasks) if isinstance(failure, dict))
     kinds = Counter(kind for kind in types if kind in FAILURES)
     sums = (
         select(func.min(SumRow.count))
@@ -302,8 +302,8 @@ def spent_privacy(stored: Any) -> SpentPrivacy:
 
 def central_privacy(session: Session, federation: Federation) -> CentralPrivacyView | None:
     """Privacy cost at level ``client``, and how the noise compares with the change; None at other levels."""
-    given, rules = federation.spec.privacy, federation.rules
-    if not given.protects_clients or federation.absent is not None:
+    privacy, rules = federation.spec.privacy, federation.rules
+    if not privacy.protects_clients or federation.absent is not None:
         return None
     clients = max(len(federation.run.trainers()), rules.min_clients)
     noise = _drowned(federation, clients)
@@ -312,9 +312,9 @@ def central_privacy(session: Session, federation: Federation) -> CentralPrivacyV
         {
             **costs(federation.spec, released(session, federation)),
             **{name.replace("epsilon", "epsilon_planned"): value for name, value in planned.items()},
-            "delta": given.delta,
-            "clip": given.clip,
-            "noise_multiplier": given.noise_multiplier,
+            "delta": privacy.delta,
+            "clip": privacy.clip,
+            "noise_multiplier": privacy.noise_multiplier,
             "sampling": federation.spec.participation.sampling,
             "budget_rounds": rules.budget_rounds,
             "clients": clients,

@@ -36,8 +36,8 @@ def mint(registry: Registry, request: OperatorRequest) -> MintedOperator:
         with registry.database.write() as session:
             session.add(row)
             audit.note(session, "operator-named", operator=row.name, role=row.role, token=row.id)
-        known = Operator(row.id, row.name, request.role, clock.parse(expires))
-        registry.operators = {**registry.operators, row.digest: known}
+        operator = Operator(row.id, row.name, request.role, clock.parse(expires))
+        registry.operators = {**registry.operators, row.digest: operator}
     return MintedOperator(token=token, id=row.id, name=row.name, role=request.role, expires_at=clock.parse(expires))
 
 
@@ -51,12 +51,12 @@ def page(session: Session, limit: int, after: str | None) -> OperatorPage:
 def revoke(registry: Registry, operator: str) -> None:
     """Revoke the token with this id, or all tokens of the operator with this name. Raises NotFound."""
     with registry.exclusively():
-        gone = {key: known for key, known in registry.operators.items() if operator in (known.id, known.name)}
+        gone = {key: named for key, named in registry.operators.items() if operator in (named.id, named.name)}
         if not gone:
             raise problems.NotFound(f"there is no operator {operator[:100]!r}, and no token of this id: check the name")
         with registry.database.write() as session:
-            for key, known in gone.items():
+            for key, named in gone.items():
                 session.delete(session.get_one(OperatorRow, key))
-                audit.note(session, "operator-revoked", operator=known.name, token=known.id)
-        registry.operators = {key: known for key, known in registry.operators.items() if key not in gone}
+                audit.note(session, "operator-revoked", operator=named.name, token=named.id)
+        registry.operators = {key: named for key, named in registry.operators.items() if key not in gone}
     registry.wake([(id, EVENTS) for id in registry.federations])  # whose streams end

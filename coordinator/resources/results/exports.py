@@ -43,8 +43,8 @@ def check_card(registry: Registry, federation: Federation, round: int, body: byt
         ExportDiffers: the card differs from the coordinator's data.
     """
     card = _parsed(body)
-    known = known_of(registry, federation, round)
-    differences = _differences(card, known) | _wrong_classes(card, known) | _wrong_files(card, known)
+    ours = known_of(registry, federation, round)
+    differences = _differences(card, ours) | _wrong_classes(card, ours) | _wrong_files(card, ours)
     if differences:
         errors = [{"path": path, "detail": detail} for path, detail in differences.items()]
         text = "; ".join(f"{error['path']}: {error['detail']}" for error in errors[:5])
@@ -61,12 +61,12 @@ def _parsed(body: bytes) -> Card:
         raise problems.UnreadableBody(f"the card cannot be read: {error}") from None
 
 
-def _differences(card: Card, known: Known) -> Differences:
-    numbered = known.facts.numbered()
-    facts = numbered if card.participants == numbered.participants else known.facts
-    told = {name: (getattr(card, name), getattr(facts, name)) for name in Facts.model_fields}
+def _differences(card: Card, expected: Known) -> Differences:
+    numbered = expected.facts.numbered()
+    facts = numbered if card.participants == numbered.participants else expected.facts
+    pairs = {name: (getattr(card, name), getattr(facts, name)) for name in Facts.model_fields}
     return {
-        name: f"it is {_short(ours)}, not {_short(theirs)}" for name, (theirs, ours) in told.items() if theirs != ours
+        name: f"it is {_short(ours)}, not {_short(theirs)}" for name, (theirs, ours) in pairs.items() if theirs != ours
     }
 
 
@@ -75,10 +75,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _wrong_classes(card: Card, known: Known) -> Differences:
-    names, source, (own, whose) = card.class_names, card.class_names_from, classes_of(known.view)
+def _wrong_classes(card: Card, expected: Known) -> Differences:
+    names, source, (theirs, whose) = card.class_names, card.class_names_from, classes_of(expected.view)
     if names is None:
-        text = None if own is None and source is None else f"{whose} named classes"
+        text = None if theirs is None and source is None else f"{whose} named classes"
     elif len(set(names)) < len(names) or not names:
         text = "each class has a name of its own"
     elif source == GIVEN_NAMES:
@@ -86,19 +86,19 @@ def _wrong_classes(card: Card, known: Known) -> Differences:
     elif source != whose:
         text = f"class_names_from is {GIVEN_NAMES!r}" + (f" or {whose!r}" if whose is not None else "")
     else:
-        text = None if names == own else f"{whose} named {_short(own)}"
+        text = None if names == theirs else f"{whose} named {_short(theirs)}"
     return {"class_names": text} if text is not None else {}
 
 
-def _wrong_files(card: Card, known: Known) -> Differences:
+def _wrong_files(card: Card, expected: Known) -> Differences:
     wrong: Differences = {}
     files = card.files
     for name in sorted(files.keys() - LISTED):
         wrong[f"files.{name[:SHOWN]}"] = f"an export holds no such file; it may hold {', '.join(sorted(LISTED))}"
     for name in sorted({STATE_FILE, MARKDOWN_FILE} - files.keys()):
         wrong[f"files.{name}"] = "an export has this file, and its card names it"
-    if STATE_FILE in files and not _is_same(files[STATE_FILE], known.state):
-        wrong[f"files.{STATE_FILE}"] = f"the state's file is {_short(known.state)}"
+    if STATE_FILE in files and not _is_same(files[STATE_FILE], expected.state):
+        wrong[f"files.{STATE_FILE}"] = f"the state's file is {_short(expected.state)}"
     if (BACKBONE_CONFIG in files) != (BACKBONE_WEIGHTS in files):
         wrong["files"] = "a backbone is its configuration and its weights together"
     if card.use.open_clip != (WEIGHTS_FILE in files):
@@ -108,7 +108,7 @@ def _wrong_files(card: Card, known: Known) -> Differences:
     return wrong
 
 
-def _is_same(given: CardFile, known: CardFile) -> bool:
+def _is_same(file: CardFile, expected: CardFile) -> bool:
     """Whether a file is the known one. The shapes of its tensors may be left out."""
-    shapes = known.tensors if given.tensors is not None else None
-    return given == known.model_copy(update={"tensors": shapes})
+    shapes = expected.tensors if file.tensors is not None else None
+    return file == expected.model_copy(update={"tensors": shapes})

@@ -106,23 +106,23 @@ class Tally:
 
     def sums(self, view: FederationView) -> SumsSummary | None:
         """What the secure sums were; None where changes came in the clear."""
-        given = view.spec.secure_aggregation
-        return None if given is None else SumsSummary(smallest_sum=self.smallest_sum, threshold=given.threshold)
+        rules = view.spec.secure_aggregation
+        return None if rules is None else SumsSummary(smallest_sum=self.smallest_sum, threshold=rules.threshold)
 
     def privacy(self, view: FederationView) -> PrivacySummary | None:
         """What protected training has cost the clients; None where nothing was protected."""
-        given = view.spec.privacy
-        if given.level == "none":
+        rules = view.spec.privacy
+        if rules.level == "none":
             return None
-        if given.level == "client":
+        if rules.level == "client":
             return self._of_clients(view)
         spent = self.spent.values()
         epsilons = _of_all([client.epsilon for client in spent])
         replaced = _of_all([client.epsilon_replace_one for client in spent])
         return PrivacySummary(
-            level=given.level,
-            unit=given.unit,
-            clip=given.clip,
+            level=rules.level,
+            unit=rules.unit,
+            clip=rules.clip,
             epsilon_max=max(epsilons, default=None),
             epsilon_median=median(epsilons) if epsilons else None,
             epsilon_replace_one=max(replaced, default=None),
@@ -137,18 +137,18 @@ class Tally:
 
     def _of_clients(self, view: FederationView) -> PrivacySummary:
         """What noise at the coordinator has cost, by the last state."""
-        given, last = view.spec.privacy, self.central
+        rules, last = view.spec.privacy, self.central
         return PrivacySummary(
-            level=given.level,
+            level=rules.level,
             unit="client",
-            clip=given.clip,
+            clip=rules.clip,
             epsilon_max=last.epsilon if last is not None else None,
             epsilon_median=last.epsilon if last is not None else None,
             epsilon_replace_one=last.epsilon_replace_one if last is not None else None,
             epsilon_if_secret=last.epsilon_if_secret if last is not None else None,
             clients=view.privacy.clients if view.privacy is not None else 0,
-            delta=given.delta,
-            noise_multiplier=given.noise_multiplier,
+            delta=rules.delta,
+            noise_multiplier=rules.noise_multiplier,
             noise=last.noise if last is not None else "central",
             rounds_counted=self.states,
             evaluation=view.spec.evaluations,
@@ -157,21 +157,21 @@ class Tally:
 
 def _of_all(figures: list[float | None]) -> list[float]:
     """The figures of all clients; none where one is not known."""
-    known = [figure for figure in figures if figure is not None]
-    return known if len(known) == len(figures) else []
+    present = [figure for figure in figures if figure is not None]
+    return present if len(present) == len(figures) else []
 
 
 def _facts(view: FederationView, clients: list[ClientView], tally: Tally, state: str, round: int) -> Facts:
     """The facts about the result after ``round``, whose hash is ``state``; ``clients``: all that have enrolled."""
     spec, secret, method = view.spec, view.spec.participation.is_secret, METHODS[view.spec.method["name"]]
-    known, chosen = view.backbone, view.selection
+    backbone, chosen = view.backbone, view.selection
     sent = canonical_json(view.model_dump(mode="json")["spec"])
     return Facts(
         federation=FederationName(name=view.name, id=view.id, state=view.state),
         method=spec.method,
         summary=method.summary,
         paper=method.paper,
-        backbone=spec.backbone.model_copy(update={"fingerprint": known.fingerprint, "shape": known.shape}),
+        backbone=spec.backbone.model_copy(update={"fingerprint": backbone.fingerprint, "shape": backbone.shape}),
         template=spec.template or TEMPLATE,
         round=round,
         rounds=spec.rounds,
@@ -199,7 +199,7 @@ def _facts(view: FederationView, clients: list[ClientView], tally: Tally, state:
         secure_aggregation=tally.sums(view),
         bytes=None if secret else Traffic(up=tally.up, down=tally.down),
         hashes=Hashes(
-            state=state, backbone=known.fingerprint, spec=f"sha256:{hashlib.sha256(sent.encode()).hexdigest()}"
+            state=state, backbone=backbone.fingerprint, spec=f"sha256:{hashlib.sha256(sent.encode()).hexdigest()}"
         ),
     )
 

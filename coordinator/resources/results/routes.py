@@ -116,8 +116,8 @@ def get_prompts(
         state = states.state_of(session, federation, round_number(round))
     signature = signer.sign(statement(federation.id, state.round, state.state_hash))
     headers = {"ETag": f'"{state.state_hash}"', SIGNATURE_HEADER: signature}
-    known = [tag.strip().removeprefix("W/").strip('"') for tag in (if_none_match or "").split(",")]
-    if state.state_hash in known or "*" in known:
+    tags = [tag.strip().removeprefix("W/").strip('"') for tag in (if_none_match or "").split(",")]
+    if state.state_hash in tags or "*" in tags:
         return Response(status_code=status.HTTP_304_NOT_MODIFIED, headers=headers)
     return tensors_at(registry.blobs.place(state.sha256), state.sha256, headers)
 
@@ -209,14 +209,14 @@ async def get_events(
     begun 16 newer ones.
     """
     last = 0 if last_event_id is None and newest is None else last_event_id
-    own, streams = (federation.id, Wait()), registry.streams.setdefault(viewer.name, [])
-    streams.append(own)
+    stream, streams = (federation.id, Wait()), registry.streams.setdefault(viewer.name, [])
+    streams.append(stream)
     for id, older in streams[:-MOST_STREAMS]:
         older.over = True
         registry.wakeups.wake([(id, EVENTS)])
     registry.metrics.streams.inc()
     try:
-        while not registry.wakeups.closed and not own[1].over:
+        while not registry.wakeups.closed and not stream[1].over:
             wakeup = registry.wakeups.listen((federation.id, EVENTS))
             left = viewer.seconds_left(registry)
             if left <= 0:
@@ -237,7 +237,7 @@ async def get_events(
             await wait(wakeup, min(LOOK_AGAIN_SECONDS, left))
     finally:
         registry.metrics.streams.dec()
-        streams.remove(own)
+        streams.remove(stream)
 
 
 def _after(registry: Registry, id: str, last: int | None, newest: int | None) -> list[EventRow]:

@@ -134,8 +134,8 @@ def _payloads(session: Session, blobs: Blobs) -> Iterator[str]:
 
 def _of_tasks(*columns: Any) -> Select[*tuple[Any, ...]]:
     """These columns of all tasks, with the names of their federation and phase, and the round."""
-    told = (FederationRow.name, PhaseRow.round, PhaseRow.name.label("phase"))
-    query = select(*told, *columns).select_from(TaskRow).join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
+    place = (FederationRow.name, PhaseRow.round, PhaseRow.name.label("phase"))
+    query = select(*place, *columns).select_from(TaskRow).join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
     return query.join(FederationRow, FederationRow.id == TaskRow.federation_id)
 
 
@@ -270,8 +270,8 @@ def _of_phase(session: Session, federation: Federation, step: Step, phase: Phase
 def _names(session: Session, federation: Federation, origins: tuple[str, ...], kind: str) -> dict[int, list[str]]:
     """By id of the states with these origins: the clients of its event of this ``kind``."""
     made = queries.states(federation.id).where(StateRow.origin.in_(origins), StateRow.phase_id.is_(None))
-    told = select(EventRow.data).where(EventRow.federation_id == federation.id, EventRow.kind == kind)
-    pairs = zip(session.scalars(made), session.scalars(told.order_by(EventRow.id)), strict=False)
+    events = select(EventRow.data).where(EventRow.federation_id == federation.id, EventRow.kind == kind)
+    pairs = zip(session.scalars(made), session.scalars(events.order_by(EventRow.id)), strict=False)
     return {state.id: data["clients"] if "clients" in data else [data["client"]] for state, data in pairs}
 
 

@@ -11,7 +11,7 @@ from promptfed.coordinator.domain.federation import Client, Federation, differin
 from promptfed.coordinator.domain.round_machine import TRAIN, step_answers_needed, steps_of
 from promptfed.coordinator.domain.run_state import Member, PhasePlan
 from promptfed.shared.methods import resolve_spec
-from promptfed.shared.methods.core import checks
+from promptfed.shared.methods.core import costs
 from promptfed.shared.spec.sections import SecureAggregationSpec
 from promptfed.shared.spec.spec import BackboneShape
 
@@ -81,10 +81,10 @@ def test_a_client_is_found_by_its_newest_secret_alone() -> None:
 def test_an_update_may_have_what_the_spec_says_or_the_method_needs_once_the_shape_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checks, "exchanged", lambda method, context: (0, 100 << 20))
+    monkeypatch.setattr(costs, "exchanged", lambda method, context: (0, 100 << 20))
     known, own = federation({}, []), federation({}, [], admission={"max_bytes": 5_000_000})
     assert replace(known, shape=None).update_limit == 64 << 20, "the default"
-    assert known.update_limit == int(1.1 * (100 << 20)) + checks.HEADER
+    assert known.update_limit == int(1.1 * (100 << 20)) + costs.HEADER
     assert own.update_limit == 5_000_000
 
 

@@ -25,15 +25,15 @@ def upgrade() -> None:
         sa.table("tasks", *map(sa.column, ("id", "federation_id"))),
         sa.table("federations", sa.column("id"), sa.column("spec", JSON)),
     )
-    for name, given in (("updates", "metrics"), ("exchanges", "spent")):
+    for name, column in (("updates", "metrics"), ("exchanges", "spent")):
         table = sa.table(name, sa.column("task_id"), sa.column("metrics", JSON), sa.column("spent", JSON))
-        told = sa.cast(table.c[given], sa.Text)
-        joined = sa.select(table.c.task_id, told, sa.cast(federations.c.spec, sa.Text)).where(
-            tasks.c.id == table.c.task_id, federations.c.id == tasks.c.federation_id, told.like(f'%"{OURS}%')
+        text = sa.cast(table.c[column], sa.Text)
+        joined = sa.select(table.c.task_id, text, sa.cast(federations.c.spec, sa.Text)).where(
+            tasks.c.id == table.c.task_id, federations.c.id == tasks.c.federation_id, text.like(f'%"{OURS}%')
         )
         for task_id, numbers, spec in op.get_bind().execute(joined).all():
             plain, spent = _apart(numbers, spec)
-            columns = {"metrics": plain, "spent": spent} if given == "metrics" else {"spent": spent}
+            columns = {"metrics": plain, "spent": spent} if column == "metrics" else {"spent": spent}
             op.execute(table.update().where(table.c.task_id == task_id).values(columns))
 
 
@@ -47,17 +47,17 @@ def _apart(text: str, spec: str) -> tuple[dict[str, Any], dict[str, Any] | None]
     try:
         if json.loads(spec)["privacy"]["level"] != "sample":
             return plain, None
-        own = {name.removeprefix(OURS): value for name, value in numbers.items()}
-        event = {"mechanism": "gaussian", "q": own["q"], "z": own["z"], "count": round(own["count"])}
+        values = {name.removeprefix(OURS): value for name, value in numbers.items()}
+        event = {"mechanism": "gaussian", "q": values["q"], "z": values["z"], "count": round(values["count"])}
         return plain, {
             "event": event,
             "epsilon": None,
             "epsilon_replace_one": None,
-            "delta": own["delta"],
-            "noise_multiplier": own["z"],
-            "noise": "seeded" if own["seeded"] else "secret",
-            "ledger_epsilon": own["epsilon"],
-            "ledger_epsilon_replace_one": own.get("replace_one"),
+            "delta": values["delta"],
+            "noise_multiplier": values["z"],
+            "noise": "seeded" if values["seeded"] else "secret",
+            "ledger_epsilon": values["epsilon"],
+            "ledger_epsilon_replace_one": values.get("replace_one"),
         }
     except (ValueError, TypeError, LookupError, OverflowError):
         return plain, None
