@@ -237,7 +237,7 @@ def account_folder() -> Path:
 
 
 def _own_name(state_dir: Any, invited: str | None) -> str:
-    """As the state folder knows it, so that a container with another host name is the same client.
+    """The client's name as the state folder knows it, so that a container with another host name is the same client.
 
     Else the name in the invitation, or the host's.
     """

@@ -123,7 +123,7 @@ class ObjectsAway(
 
 
 class Waiting(Refusal, status=503, title="This coordinator waits", retry_after=1):
-    """Of several coordinators another one works: nothing was stored here. Ask the other addresses, or again."""
+    """Another one of several coordinators works: nothing was stored here. Ask the other addresses, or again."""
 
     def __init__(self) -> None:
         text = "of several coordinators another one works, and this one waits: ask that one, or send it again"

@@ -38,7 +38,7 @@ class Check:
     advice: str | None = None
 
     def line(self) -> str:
-        """For people."""
+        """The check as a line for people."""
         advice = f": {self.advice}" if self.advice else ""
         return f"{self.verdict:<4}  {self.name:<12}  {self.text}{advice}"
 
@@ -102,7 +102,7 @@ def check_data(source: Source, role: str) -> list[Check]:
 
 
 def changed_data(before: DataIdentity | None, now: DataIdentity) -> str:
-    """What is other than when this client last started; "" if nothing is."""
+    """What has changed in the data since this client last started; "" if nothing is."""
     changed = before.changes(now) if before is not None else ""
     return changed and f"the data have changed since this client last started: {changed}"
 

@@ -94,7 +94,7 @@ class Disclosure:
     limits: tuple[int, int] = (1, STATES)
 
     def facts(self) -> dict[str, Any]:
-        """For programs."""
+        """The disclosure as JSON for programs."""
         domain = self.declared.domain.model_dump() if self.declared.domain else None
         declared = asdict(self.declared) | {"domain": domain, "class_names": list(self.declared.class_names)}
         if declared["grey"] is None:

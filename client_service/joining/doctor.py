@@ -78,7 +78,7 @@ class Examination:
 
     @classmethod
     def of(cls, backbone: BackboneSpec, **options: Any) -> Examination:
-        """Of settings of which any may be missing (None). Raises ClientError as `make_settings` does."""
+        """An examination of settings of which any may be missing (None). Raises ClientError as `make_settings` does."""
         present = {key: value for key, value in options.items() if value is not None}
         return cls(make_settings(**ALONE | NEEDED | present), backbone, NEEDED.keys() - present.keys())
 
@@ -88,7 +88,7 @@ class Examination:
         return all(check.verdict != "fail" for check in self.checks)
 
     def run(self) -> None:
-        """Look at everything."""
+        """Make all checks."""
         self.checks += [check_versions(), check_device(self.settings.device), check_disk(self.settings.state_dir)]
         source = self._source()
         path = self.settings.policy_file

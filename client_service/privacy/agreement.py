@@ -323,7 +323,7 @@ class Agreement:
             self._note(sent.model_copy(update={"settled": [*sent.settled, key]}))
 
     def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """Those of ``measured`` that were agreed to."""
+        """The ``measured`` numbers that were agreed to."""
         return client_numbers.declared(measured, self.consent.terms.metrics)
 
     def _change(self, **changes: Any) -> None:

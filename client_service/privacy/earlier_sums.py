@@ -84,7 +84,7 @@ _READER = TypeAdapter(dict[str, EarlierSum])
 
 @dataclass(frozen=True)
 class EarlierSums:
-    """Those in a client's folder. ``min_move``: the least distance, as a part of the client's own change."""
+    """The earlier sums in a client's folder. ``min_move``: the least distance, as a part of the client's own change."""
 
     state: PrivateState
     min_move: float

@@ -95,7 +95,7 @@ class Ledger:
         return self._cost(self.spends(), split, more, replace_one)
 
     def head(self, count: int | None = None) -> Head:
-        """Of the ledger, or of its first ``count`` lines."""
+        """The head of the ledger, or of its first ``count`` lines."""
         content = self._bytes()
         self._lines(content)
         return _head(_whole_lines(content)[:count])
@@ -163,7 +163,7 @@ class Ledger:
     # Old copies
 
     def lacks(self, spend_list: SpendList) -> list[SpendView]:
-        """Those of the spends that a coordinator tells of that are not written here."""
+        """The spends that a coordinator has and that are not written here."""
         spends = self.spends()
         releases = {spend.release for spend in spends}
         phases = {(spend.federation_id, spend.round, spend.phase) for spend in spends}

@@ -237,7 +237,7 @@ def states_of(policy: Policy | None) -> int:
 
 
 def planned_rounds(last: int, every: int, most: int) -> frozenset[int]:
-    """Of the rounds that a federation evaluates (0, each ``every`` and the ``last``) at most ``most``.
+    """At most ``most`` of the rounds that a federation evaluates (0, each ``every`` and the ``last``).
 
     They are spread evenly, and the last is always among them.
     """

@@ -67,13 +67,13 @@ class PrivacyPlan:
     replaced: float | None = None  # ``epsilon`` of replace-one neighbours
 
     def enrolled(self) -> EnrolledProtection:
-        """For the coordinator."""
+        """The plan as the coordinator gets it at enrolment."""
         return EnrolledProtection(
             units=self.units, noise_multiplier=self.noise_multiplier, epsilon_planned=self.epsilon, delta=self.delta
         )
 
     def lines(self) -> list[tuple[str, str]]:
-        """For the owner of the data."""
+        """The plan as lines for the owner of the data."""
         noise = f"z = {self.noise_multiplier:g} times the clip in each of {self.steps} steps at most"
         spent = f"{self.in_all:.3g} of {self.most:g} with what this data set has spent before"
         other = "" if self.replaced is None else f" (ε = {self.replaced:.3g} for replace-one neighbours)"
@@ -133,7 +133,7 @@ class SiteProtection:
         return protection
 
     def report(self, event: Event) -> SpendReport:
-        """What goes with the update."""
+        """The report of the cost that goes with the update."""
         try:
             epsilon = self.ledger.expect([event], self.plan.most)
         except BudgetExhausted as error:
@@ -156,7 +156,7 @@ class SiteProtection:
         return self.pay_for(release, reported(pending.update.read()), pending.round, pending.phase, pending.task_id)
 
     def pay_for(self, release: str, spent: SpendReport | None, round: int, phase: str, task_id: str | None) -> bool:
-        """As `pay`, for a release that is not an update of its own."""
+        """Write the cost of a release that is not an update of its own."""
         if spent is None:
             raise Failure("privacy-missing", "the update that waits was not trained under protection")
         about = {
@@ -178,7 +178,7 @@ class SiteProtection:
 
 
 def groups_of(privacy: PrivacySpec, train: Split) -> tuple[tuple[int, ...], ...] | None:
-    """Of each group the images that stand for it, its first ``per_group`` in order of digest; None where units are
+    """The images that stand for each group, its first ``per_group`` in order of digest; None where units are
     records. Groups are in the order in which they appear.
 
     Raises:

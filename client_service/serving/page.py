@@ -23,7 +23,7 @@ async def page(if_none_match: Annotated[str | None, Header()] = None) -> Respons
 
 @router.get("/web/{file}")
 async def page_file(file: str, if_none_match: Annotated[str | None, Header()] = None) -> Response:
-    """Its style sheet or script."""
+    """A style sheet or script of the page."""
     try:
         return PAGE.answer(file, if_none_match)
     except KeyError:

@@ -24,7 +24,7 @@ class _Deterministic:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """For the length of one task."""
+        """Switch deterministic kernels on for the length of one task."""
         with self._lock:
             if not self._tasks:
                 self._before = torch.are_deterministic_algorithms_enabled()

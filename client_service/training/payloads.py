@@ -47,7 +47,7 @@ def check_payload(tensors: Tensors, method: Method, phase: Phase | None, sizes: 
 
 
 def _shape(spec: TensorSpec, numbers: dict[str, int]) -> Shape:
-    """Of a symbol that no tensor says, 0: its tensor is missing, or has another number of dimensions."""
+    """The shape in numbers; 0 for a symbol whose tensor is missing, or has another number of dimensions."""
     return tuple(numbers.get(size, 0) if isinstance(size, str) else size for size in spec.shape)
 
 

@@ -234,7 +234,7 @@ class TaskWork:
         return EvaluationRequest(splits=splits, zero_shot=zero_shot, metrics=metrics)
 
     def _admitted(self, serving: Serving, tests: set[str], round: int | None) -> set[str]:
-        """Those of the ``tests`` sets that may answer this state: all that its classifiers depend on."""
+        """The test sets of ``tests`` that may answer this state: all that its classifiers depend on."""
         tensors, _ = decode_place(serving.payload)
         private, _ = self.state.committed()
         state = canonical_json([state_hash(tensors), state_hash(private), serving.config.model_dump(mode="json")])

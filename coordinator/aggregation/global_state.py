@@ -69,7 +69,7 @@ class Combined:
         self.rule, self.optimizer = rule, optimizer
 
     def in_torch(self) -> Combined:
-        """The same for torch tensors, with judgements of its own."""
+        """A rule for torch tensors, with judgements of its own."""
         optimizer = ServerOptimizer(self.optimizer.spec, _tensors(self.optimizer.state))
         if not isinstance(self.rule, Rule):
             return Combined(_tensors(self.rule), optimizer)

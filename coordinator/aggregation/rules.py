@@ -124,7 +124,7 @@ def mean(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
 
 
 def median(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
-    """Of each coordinate the weighted median, the middle of the x that minimise Σ w_i·|x − x_i|.
+    """The weighted median of each coordinate, the middle of the x that minimise Σ w_i·|x − x_i|.
 
     With equal weights it is the median of Yin et al., "Byzantine-Robust Distributed Learning", 2018 (definition 1). It
     stays among the good values as long as these have more than half of the weight.
@@ -140,7 +140,7 @@ def median(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
 
 
 def trimmed_mean(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
-    """Of each coordinate the mean without the share ``tolerate`` of the weight at either end.
+    """The mean of each coordinate without the share ``tolerate`` of the weight at either end.
 
     Yin et al., 2018 (definition 2); where the boundary falls into an update, the rest of its weight counts. Bad updates
     of no more weight than that lie between good values or count nothing.

@@ -172,7 +172,7 @@ class Federation:
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Those of the spec, else those that all its trainers have named; None before the start, or where they differ.
+        """The spec's classes, else those that all its trainers have named; None before the start, or where they differ.
 
         Trainers name the same classes in any order; the first by name gives it.
         """

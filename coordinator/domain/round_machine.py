@@ -35,7 +35,7 @@ ATTEMPTS = 2  # at a phase, with the same training
 
 
 def poisson_sample(key: str, round: int, names: Iterable[str], q: float) -> list[str]:
-    """Those of ``names`` for whom the first 8 bytes of HMAC-SHA256(key, "round|name") are below q·2⁶⁴."""
+    """The ``names`` for which the first 8 bytes of HMAC-SHA256(key, "round|name") are below q·2⁶⁴."""
     secret = bytes.fromhex(key)
 
     def word(name: str) -> int:

@@ -253,7 +253,7 @@ class Answered(_OfClient):
 
 
 class AnsweredLast(_OfClient):
-    """As `Answered`; with this answer the secure sum can be opened, so that no other is needed."""
+    """A client has answered, and with that the secure sum can be opened: no other answer is needed."""
 
 
 class SumInvalid(_Explained):

@@ -52,7 +52,7 @@ def note(session: Session, act: str, federation: Federation | None = None, **det
 
 
 def add(session: Session, batch: Batch, act: str, federation: Federation | None = None, **detail: Any) -> None:
-    """As ``note`` for a transaction that writes ``batch`` at its end; the entry follows those that wait there."""
+    """Write an entry in a transaction that writes ``batch`` at its end; it follows those that wait there."""
     who = actor.get()
     if batch.audit:
         number, previous = batch.audit[-1]["number"], batch.audit[-1]["hash"]

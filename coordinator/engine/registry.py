@@ -268,7 +268,7 @@ class Registry:
         return self.get(self.find_any(id_or_name).id)
 
     def find_any(self, id_or_name: str) -> Federation:
-        """As ``find``, also if its method is absent. Raises NotFound."""
+        """The federation with this id or name, also if its method is absent. Raises NotFound."""
         federation = self.federations.get(id_or_name)
         if federation is None:
             federation = next((one for one in self.federations.values() if one.name == id_or_name), None)

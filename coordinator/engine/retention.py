@@ -116,7 +116,7 @@ def _unnamed_after(session: Session, column: Any, last: str) -> tuple[str | None
 
 
 def _named(session: Session, digests: list[str]) -> set[str]:
-    """Those of ``digests`` that a row names."""
+    """The ``digests`` that a row names."""
     return {
         digest
         for column, stored in NAMING

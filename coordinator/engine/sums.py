@@ -52,7 +52,7 @@ def released(session: Session, federation: Federation) -> int:
 
 
 def noise_told(federation: Federation, terms: NoiseTerms, phases: int, noise: str) -> dict[str, Any]:
-    """Of a phase: what it was noised with, and what all ``phases`` so far have cost."""
+    """What a phase was noised with, and what all ``phases`` so far have cost."""
     return {
         **costs(federation.spec, phases),
         "delta": federation.spec.privacy.delta,

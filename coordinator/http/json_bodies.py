@@ -66,7 +66,7 @@ class JsonBody:
         self._digest = hashlib.sha256()
 
     async def __call__(self) -> Message:
-        """The next part.
+        """Receive the next part of the body.
 
         Raises:
             HTTPException: it arrives too late or too slowly, or exceeds the limit.
@@ -107,7 +107,7 @@ class JsonBody:
         return message
 
     def close(self) -> None:
-        """It is whole, or its request is over."""
+        """Free what the body holds: it is whole, or its request is over."""
         if self._counted is not None:
             self._uploads.leave(*self._counted)
             self._counted = None

@@ -95,7 +95,7 @@ class Waiting:
         return None
 
     def stop(self) -> None:
-        """Wait no more."""
+        """End the wait for a turn."""
         self._stopped.set()
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class Remembered(Generic[Kept]):
                 self._bytes -= self._kept.popitem(last=False)[1][1]
 
     def forget(self, digests: Iterable[str]) -> None:
-        """Forget these."""
+        """Forget what is kept of these blobs."""
         with self._lock:
             for digest in digests:
                 if digest in self._kept:

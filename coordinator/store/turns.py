@@ -122,7 +122,7 @@ class ObjectsWatch:
         return boot_time() - self._seen < AWAY_SECONDS
 
     def end(self) -> None:
-        """Look no more."""
+        """End the looks at the object store."""
         self._ended.set()
 
     def _look_all(self) -> None:

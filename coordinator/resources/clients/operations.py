@@ -466,7 +466,7 @@ class _Refused:
     task_id: str | None = None
 
     def enter(self, change: Change) -> bool:
-        """Count it."""
+        """Count the refusal."""
         change.batch.refuse(self.federation, self.client, self.about)
         return True
 

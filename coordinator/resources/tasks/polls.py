@@ -73,7 +73,7 @@ def _open_task(registry: Registry, id: str, client: Client) -> tuple[Federation,
 def _other_task(
     registry: Registry, caller: CallingClient, carrying: str, served: tuple[Federation, OpenTask] | None
 ) -> tuple[Federation, OpenTask] | None:
-    """What is served in the place of the task ``carrying``; None while that is open, also in a paused federation."""
+    """The task that is served instead of ``carrying``; None while that is open, also in a paused federation."""
     open_now = registry.get(caller.federation.id).tasks.get(caller.client.name)
     if open_now is not None and open_now.id == carrying:
         return None

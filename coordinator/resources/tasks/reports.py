@@ -26,7 +26,7 @@ MOST_NAMED = 10  # of what is dropped, in a line of the log
 def kept_numbers(
     federation: Federation, client: Client, numbers: Mapping[str, float], patterns: list[str]
 ) -> dict[str, float]:
-    """Those of the ``numbers`` that the method declares; the log names the others."""
+    """The ``numbers`` that the method declares; the log names the others."""
     kept = client_numbers.declared(numbers, patterns)
     if dropped := sorted(numbers.keys() - kept.keys()):
         names = ", ".join(plain(name) for name in dropped[:MOST_NAMED])
