@@ -67,7 +67,7 @@ def describe_round(report: RoundReport) -> str:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A federation at one moment."""
+    """A federation at one moment; ``ended``: its last round that is over in words, where whoever follows it says so."""
 
     state: str
     reason: str | None
@@ -76,6 +76,7 @@ class Snapshot:
     phase: str | None
     answered: tuple[str, ...]
     awaited: tuple[str, ...]
+    ended: str | None = None
 
     @classmethod
     def of(cls, federation: FederationView) -> Snapshot:
@@ -155,7 +156,7 @@ class Watcher:
     def say(self, text: str) -> None:
         """Replace the current line; without a terminal, print another line."""
         self._progress.update(self._task, description=escape(plain(text)))
-        if self._plain and text != self._said:
+        if self._plain and text not in ("", self._said):
             messages.print(escape(plain(text)), highlight=False, soft_wrap=True)
         self._said = text
 
@@ -169,11 +170,15 @@ class Watcher:
         done = snapshot.rounds if snapshot.state == "finished" else max(0, snapshot.round - 1)
         self._progress.update(self._task, completed=done, total=snapshot.rounds)
         key = (snapshot.state, snapshot.round, snapshot.phase)
-        if not self._plain or key != self._last:  # a log file gets one line for each phase, not for each answer
+        # A log file gets one line for each phase, not for each answer.
+        if not self._plain or key != self._last or snapshot.ended:
             left = self._progress.tasks[0].time_remaining or 0.0
             words = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
             told = f"; about {words} left" if left else ""
             running = snapshot.state == "running"
+            if snapshot.ended is not None:  # a log gets a line for each round, which says what came of it
+                self.say(snapshot.ended if self._plain or not snapshot.ended else snapshot.ended + told)
+                return
             self.say(f"round {snapshot.round}, {snapshot.describe()}{told}" if running else snapshot.describe())
         self._last = key
 

@@ -39,6 +39,8 @@ Opened = InstanceOf[Source]
 Data = Mapping[str, str | Opened] | Sequence[str | Opened]
 Methodlike = str | RawSpec | type[Method] | Method
 
+SOON_SECONDS = 5.0  # what is over by then needs no progress in a log
+
 
 @checked
 def run(
@@ -75,7 +77,8 @@ def run(
         pool: clients that compute at once.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         allow_backbone: names of models outside open_clip's registry that may be loaded; True: any.
-        progress: whether to show progress; default: in a terminal and in a notebook.
+        progress: whether to show progress; default: in a terminal and in a notebook, elsewhere once it takes
+            over 5 s.
         **spec: further keys of a run file: ``rounds``, ``class_names``, ``training``, ``seed``, ...
 
     Raises:
@@ -103,15 +106,18 @@ def run(
 @contextmanager
 def _shown(progress: bool | None, rounds: int | None = None) -> Iterator[Callable[[Snapshot], None]]:
     """What shows each snapshot on a bar of rounds. With ``rounds``, the bar is full once the block has ended."""
-    asked = progress if progress is not None else "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
-    watched = asked and sys.stderr is not None
-    with tqdm(total=rounds, unit="round", disable=not watched) as bar:
+    live = progress or "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
+    hidden = sys.stderr is None or progress is False
+    # A log is written seldom, and not at all by what is over soon.
+    patience = {} if live else {"delay": SOON_SECONDS, "mininterval": SOON_SECONDS}
+    with tqdm(total=rounds, unit="round", disable=hidden, **patience) as bar:
 
         def show(snapshot: Snapshot) -> None:
             bar.total = snapshot.rounds
-            bar.set_postfix_str(snapshot.describe(), refresh=False)
+            bar.set_postfix_str(snapshot.ended or snapshot.describe(), refresh=False)
             bar.update((snapshot.rounds if snapshot.state == "finished" else max(0, snapshot.round - 1)) - bar.n)
-            bar.refresh()
+            if live:
+                bar.refresh()
 
         yield show
         if rounds is not None:  # the last ones may be too quick to be told of

@@ -39,8 +39,13 @@ NAMED, AT_ONCE, NAMING_SECONDS = 100, 10, 10.0
 
 def sources(context: typer.Context, as_json: Json = False) -> None:
     """List the sources of images, if no command follows."""
-    if context.invoked_subcommand is not None:
-        return
+    if context.invoked_subcommand is None:
+        list_sources(as_json)
+
+
+@group.add("list")
+def list_sources(as_json: Json = False) -> None:
+    """List the sources of images."""
     if as_json:
         print_json([{"scheme": name, "example": one.example, "holds": one.holds} for name, one in SCHEMES.items()])
         return

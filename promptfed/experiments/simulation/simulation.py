@@ -26,7 +26,7 @@ import torch
 from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.console.output import full_disk, new_folder
-from promptfed.console.progress import Snapshot
+from promptfed.console.progress import Snapshot, describe_round
 from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.backend import CannotOpen
@@ -285,9 +285,14 @@ async def _follow(progress: ProgressCallback, api: AsyncCoordinator, federation:
     Raises:
         PromptfedError: it ended otherwise, or a client failed.
     """
-    last = None
+    last, ended = None, ""
     while True:
         snapshot = Snapshot.of((await api.send(operations.get_federation(federation))).view)
+        if last is None or (snapshot.round, snapshot.state) != (last.round, last.state):
+            over = snapshot.round - (snapshot.state != "finished")
+            page = (await api.send(operations.get_rounds(federation, str(over - 1) if over > 0 else None))).view
+            ended = next((describe_round(one) for one in page.rounds if one.round == over and one.ended_at), ended)
+        snapshot = replace(snapshot, ended=ended)
         if snapshot != last:
             progress(snapshot)
             last = snapshot

@@ -26,7 +26,8 @@ OPERATOR = ("coordinator", "token_file")
 BASES: dict[str, list[str]] = {
     "predict": ["{images}/bar/0.png", "--export", "{export}"], "predict ": ["{images}", "--export", "{export}"],
     "score": ["{export}", "folder:{images}"], "pool": ["{scores}/one", "{scores}/two"], "verify": ["{export}"],
-    "methods": ["promptfl"], "init": ["made"], "init ": ["--list"], "data": [], "data show": ["folder:{images}"],
+    "methods": ["promptfl"], "init": ["made"], "init ": ["--list"], "data": [], "data list": [],
+    "data show": ["folder:{images}"],
     "ledger show": ["--ledger", "{ledger}"], "ledger verify": ["--ledger", "{ledger}"],
     "privacy plan": ["{spec}", "--samples", "80"], "privacy plan ": ["{clients}"], "policy example": [],
     "policy check": ["{policy}"], "site-log show": ["{site}"], "site-log verify": ["{site}"], "federation list": [],

@@ -235,3 +235,7 @@ def test_progress_shows_time_left_also_where_rounds_are_quicker_than_looks(capsy
             watcher.show(Snapshot("running", None, round, 10, "train", (), ()))
     told = [line for line in capsys.readouterr().err.splitlines() if line]
     assert [line.partition("; ")[2] for line in told] == ["", "", "", "about 24 s left"]
+    with Watcher(3) as watcher:  # of a simulation: a line for each round, none for what has no answer yet
+        for ended in ("", "round 0: accuracy 25.0 %", "round 0: accuracy 25.0 %", "round 1: loss 1"):
+            watcher.show(Snapshot("running", None, 1, 3, "train", (), ("a",), ended))
+    assert capsys.readouterr().err.split("\n")[:3] == ["round 0: accuracy 25.0 %", "round 1: loss 1", ""]

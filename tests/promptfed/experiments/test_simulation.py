@@ -88,6 +88,9 @@ def test_it_runs_to_its_end(backbone: Backbone, features: FeatureCache, tmp_path
     assert rounds == sorted(rounds)
     assert rounds[-1] == 2
     assert all(one != other for one, other in pairwise(seen)), "only changes are told"
+    assert seen[-1].ended is not None
+    assert seen[-1].ended.startswith("round 2: loss ")
+    assert "accuracy " in seen[-1].ended
     assert found.state_hash == found.reports[-1]["state_hash"] == state_hash(found.state)
     assert [report["round"] for report in found.reports] == [0, 1, 2]
     assert {one.client for one in found.final()} == {"site-0", "site-1", "site-2", "referee"}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,18 @@ def result(backbone: Backbone) -> promptfed.Result:
     )  # fmt: skip
 
 
-def test_progress_is_shown_in_a_notebook_too(
+def test_progress_is_shown_in_a_notebook_and_where_it_takes_long(
     backbone: Backbone, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = []
-    for notebook in (False, True):
+    for notebook, soon in ((False, 1000.0), (False, 0.0), (True, 1000.0)):
         if notebook:
             monkeypatch.setitem(sys.modules, "ipykernel", sys)
+        monkeypatch.setattr(import_module("promptfed.library.run"), "SOON_SECONDS", soon)
         promptfed.run("zero_shot", [f"symbols:sketch{SMALL}"], rounds=3, backbone=backbone)
         shown.append(capsys.readouterr().err)
-    assert shown[0] == ""
-    assert "| 3/3 [" in shown[1]
+    assert shown[0] == "", "what is over soon fills no log"
+    assert all("| 3/3 [" in text for text in shown[1:])
 
 
 def test_accuracies_by_client_round_and_role(result: promptfed.Result) -> None:
