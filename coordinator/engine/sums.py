@@ -33,6 +33,7 @@ from promptfed.shared.spec.sections import Weighting
 from promptfed.shared.tensors import Arrays
 
 BAD_SHARES = "bad-shares"
+DEALER = re.compile("ed25519:([0-9a-f]{64})")
 
 
 def terms_of(federation: Federation, row: PhaseRow) -> NoiseTerms:
@@ -124,33 +125,40 @@ def unfit(registry: Registry, federation: Federation, task: OpenTask) -> dict[st
 
 
 def blamed(change: Change, task: OpenTask, failure: FailureRequest) -> dict[str, SecureError]:
-    """The dealer of the false shares that a ``failure`` is about, if so many have failed for them that the sum could.
+    """The dealers of false shares for whom so many have failed that the sum could fail, with this ``failure``.
 
-    Those are over half of the members that it can miss. Only the two know who of them lies, so one's word is too
-    little. Who has failed for such a dealer has not failed.
+    Those are over half of the members that it can miss, and nobody can name more dealers than that half. Only two know
+    who of them lies, so one's word is too little. Who has failed for such a dealer has not failed.
     """
     run, federation = change.federation.run, change.federation
     plan, spec = federation.rules.plan(task.round, task.step), federation.spec.secure_aggregation
-    found = re.search("ed25519:([0-9a-f]{64})", failure.detail)
-    if task.kind != "mask" or failure.type != BAD_SHARES or found is None:
+    if task.kind != "mask" or failure.type != BAD_SHARES:
         return {}
     assert run.stage is not None
     assert plan is not None
     assert plan.secure is not None
     assert spec is not None
-    dealers = [name for name in run.cohort if federation.clients[name].identity_key == found[1]]
+    half = max(1, (len(run.stage.asks) - step_answers_needed(spec, plan.secure, len(run.cohort))) // 2)
     change.flush()
-    here = (PhaseRow.round == task.round, PhaseRow.step == task.step, TaskRow.client.not_in(dealers))
-    of_stage = change.session.scalars(queries.tasks_with_phases(federation.id).where(*here))
-    reports = [(row, row.failure) for row in of_stage if row.failure is not None]
-    rows = {row.client: row for row, one in reports if one["type"] == BAD_SHARES and found[0] in one["detail"]}
-    can_miss = len(run.stage.asks) - step_answers_needed(spec, plan.secure, len(run.cohort))
-    if not dealers or len(rows) <= max(1, can_miss // 2):
-        return {}
-    for row in rows.values():
-        row.failure = None
-    text = f"{counted(len(rows), 'other member')} could not use the shares that it dealt"
-    return {dealers[0]: SecureError(BAD_SHARES, f"{text}: {', '.join(sorted(rows)[:10])}")}
+    here = (PhaseRow.round == task.round, PhaseRow.step == task.step, TaskRow.failure.is_not(None))
+    names = {federation.clients[name].identity_key: name for name in run.cohort}
+    said: dict[str, dict[str, TaskRow]] = {name: {} for name in run.cohort}
+    for row in change.session.scalars(queries.tasks_with_phases(federation.id).where(*here)):
+        report = row.failure or {}
+        for key in DEALER.findall(report["detail"])[:half] if report["type"] == BAD_SHARES else ():
+            if names.get(key) not in (None, row.client):
+                said[names[key]][row.client] = row
+    heard = {name for name, rows in said.items() if len(rows) < 2}  # dealers of false shares may name each other
+    heeded = {name: {client: row for client, row in rows.items() if client in heard} for name, rows in said.items()}
+    out = {name: rows for name, rows in heeded.items() if len(rows) > half}
+    for name in out:
+        for row in said[name].values():
+            row.failure = None
+    text = "could not use the shares that it dealt"
+    return {
+        name: SecureError(BAD_SHARES, f"{counted(len(rows), 'other member')} {text}: {', '.join(sorted(rows)[:10])}")
+        for name, rows in out.items()
+    }
 
 
 def leave_out(change: Change, task: OpenTask, reasons: Mapping[str, SecureError]) -> None:

@@ -135,7 +135,15 @@ def open_boxes(own: Secrets, roster: Roster, place: int, job: MaskJob, limits: L
     if any([sender for sender, _ in given] != wanted for given in (job.boxes, job.commitments)):
         raise SecureError("bad-shares", "the boxes are not exactly those of the others that have shared")
     committed = dict(job.commitments)
-    return {sender: _open(own, roster, sender, place, box, committed[sender]) for sender, box in job.boxes}
+    pairs, false = dict[int, Pair](), list[str]()
+    for sender, box in job.boxes:
+        try:
+            pairs[sender] = _open(own, roster, sender, place, box, committed[sender])
+        except SecureError as error:
+            false.append(str(error))
+    if false:
+        raise SecureError("bad-shares", "; ".join(false))
+    return pairs
 
 
 def _open(own: Secrets, roster: Roster, sender: int, recipient: int, box: bytes, committed: bytes) -> Pair:

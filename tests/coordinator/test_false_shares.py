@@ -11,12 +11,13 @@ import httpx
 import pytest
 import torch
 
+from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.identity import identity_of
 from promptfed.shared.messages import Task
 from promptfed.shared.secagg.keys import fingerprint, is_identity, new_identity, public_identity, sign
 from promptfed.shared.secagg.messages import KeysAnswer, Limits, SharesAnswer, UnmaskAnswer, too_heavy
 from promptfed.shared.spec.sections import Weighting
-from tests.coordinator.test_secure_sums import Leap, drive, expected, federation_of, step
+from tests.coordinator.test_secure_sums import TEN, Leap, drive, expected, federation_of, step
 from tests.support.coordinators import InThread
 from tests.support.open_phases import prompts
 from tests.support.secure_clients import SecureClient
@@ -95,6 +96,31 @@ def test_who_deals_false_shares_to_many_is_named_and_the_next_attempt_is_without
     drive(coordinator, clients, leap)
     assert failures(coordinator, federation) == [[("c", "bad-shares")], []]
     expect_sum(coordinator, federation, "abde")
+
+
+def test_two_dealers_of_false_shares_are_left_out_together(coordinator: InThread, leap: Leap) -> None:
+    liars = dict.fromkeys("ch", FalseDealer)
+    federation, clients = federation_of(coordinator, *TEN, liars=liars, aggregation={"weighting": "uniform"})
+    drive(coordinator, clients, leap)
+    assert failures(coordinator, federation) == [[("c", "bad-shares"), ("h", "bad-shares")], []]
+    expect_sum(coordinator, federation, "abdefgij")
+
+
+def test_two_who_name_all_put_one_out(coordinator: InThread, leap: Leap) -> None:
+    """Nobody is believed of more dealers than half of the members that a sum can miss."""
+
+    class Accuser(SecureClient):
+        def prepared(self, task: Task, told: bytes) -> bytes:
+            if task.kind == "mask":
+                raise Failure("bad-shares", " ".join(sorted(keys)))
+            return super().prepared(task, told)
+
+    federation, clients = federation_of(coordinator, *"abcdef", liars=dict.fromkeys("ab", Accuser))
+    keys = {fingerprint(public_identity(identity_of(client.state))) for client in clients[2:]}
+    drive(coordinator, clients, leap)
+    (first, _) = failures(coordinator, federation)
+    assert len(first) == 1
+    assert coordinator.get(federation)["state"] == "finished"
 
 
 def test_the_word_of_one_puts_nobody_out(coordinator: InThread, leap: Leap) -> None:
