@@ -28,9 +28,13 @@ from promptfed.shared.clip.slots import DEVICE_BATCH, Encode, compute_identity, 
 from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.schemes import all_drawn
 from promptfed.shared.service.reasons import why
+from promptfed.shared.tensors.memory import in_parts
 from promptfed.shared.tensors.transfer import read_later
 
 log = logging.getLogger("promptfed.features")
+NO_ROOM = (
+    "the device has no room for the features of one image: take a smaller backbone, or let fewer clients share the GPU"
+)
 
 
 FILE_ROWS = 4096  # rows of a file, at most
@@ -207,19 +211,16 @@ class RowCache(ABC):
 
     def _in_memory(self, encode: Encode, images: Tensor) -> Tensor:
         """``encode(images)``, in parts if the device has no room for all: rows are then the same but for rounding."""
-        while True:
-            at_once = min(self._at_once, len(images))
-            with suppress(torch.OutOfMemoryError):
-                rows = [encode(part) for part in torch.split(images, at_once)]
-                return rows[0] if len(rows) == 1 else torch.cat(rows)
-            # Behind the block, so that nothing keeps the failed attempt's tensors.
-            if at_once == 1:
-                raise torch.OutOfMemoryError(
-                    "the device has no room for the features of one image: take a smaller backbone, or let fewer "
-                    "clients share the GPU"
-                )
-            self._at_once = at_once // 2
-            log.warning("the device ran out of memory: %d images pass its tower at once now", self._at_once)
+
+        def encoded(at_once: int) -> Tensor:
+            rows = [encode(part) for part in torch.split(images, at_once)]
+            return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+        def smaller(at_once: int) -> None:
+            self._at_once = at_once
+            log.warning("the device ran out of memory: %d images pass its tower at once now", at_once)
+
+        return in_parts(encoded, min(self._at_once, len(images)), smaller, torch.OutOfMemoryError(NO_ROOM))
 
     def _rows_of_a_file(self, backbone: Backbone) -> int:
         room = FILE_BYTES if self._max_bytes is None else min(FILE_BYTES, self._max_bytes // 4)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from inspect import unwrap
@@ -20,6 +19,7 @@ from promptfed.shared.methods.core.objectives import Objective, Protection, Unpr
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.lazy import F, torch
+from promptfed.shared.tensors.memory import in_parts
 from promptfed.shared.tensors.transfer import sent_to
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 NUMBERS_PER_TEXT = 1 << 13  # of copies times trained numbers at once; bounds memory and does not affect the result
 WITHIN = 1 - 1e-6  # factor of the clip: rounding to float32 may add this to a norm
 log = logging.getLogger("promptfed.training")
+NO_ROOM = (
+    "the device has no room for a step with one image: lower training.batch_size, take a smaller "
+    "backbone, or let fewer clients share the GPU"
+)
 Loss = Callable[["Tensor"], "Tensor"]
 
 
@@ -74,14 +78,15 @@ class PrivateGradients:
 
     def _summed(self, chosen: Tensor) -> Tensor:
         """``(d,)`` Σ of the clipped gradients, of fewer units together where the device lacks the memory."""
-        while True:
-            most = self._most
-            with suppress(torch.OutOfMemoryError) if most > 1 else nullcontext():
-                total = torch.zeros(self._size, dtype=torch.float64, device=self._device)
-                for units in self._chunks(chosen):
-                    total += clipped(self._of_units(units), self._protection.clip).sum(dim=0)
-                return total
-            self._most = most // 2
+
+        def summed(most: int) -> Tensor:
+            self._most = most
+            total = torch.zeros(self._size, dtype=torch.float64, device=self._device)
+            for units in self._chunks(chosen):
+                total += clipped(self._of_units(units), self._protection.clip).sum(dim=0)
+            return total
+
+        return in_parts(summed, self._most, lambda most: None, torch.OutOfMemoryError(NO_ROOM))
 
     def _chunks(self, chosen: Tensor) -> Iterator[Tensor]:
         if len(chosen):
@@ -314,22 +319,21 @@ def _in_memory(
     They are computed again in the backward pass, so that loss and gradients are those of the whole batch. Later steps
     begin with the number that has worked. Raises MethodError if one image is too many.
     """
-    while True:
-        with suppress(torch.OutOfMemoryError):
-            return backward()
-        # Behind the block, so that nothing keeps the failed attempt's tensors.
+    backbone = context.backbone
+
+    def hold(images: int) -> None:
         optimizer.zero_grad(set_to_none=True)
         if context.label_loss is not None:
             context.label_loss.leaf.grad = None
-        backbone = context.backbone
-        held = min(backbone.held_images or count, count)
-        if held == 1:
-            raise MethodError(
-                "OutOfMemoryError: the device has no room for a step with one image: lower training.batch_size, "
-                "take a smaller backbone, or let fewer clients share the GPU"
-            )
-        backbone.held_images = held // 2
-        log.warning("the device ran out of memory: a step holds %d images' activations at once now", held // 2)
+        backbone.held_images = images
+        log.warning("the device ran out of memory: a step holds %d images' activations at once now", images)
+
+    return in_parts(
+        lambda images: backward(),
+        min(backbone.held_images or count, count),
+        hold,
+        MethodError(f"OutOfMemoryError: {NO_ROOM}"),
+    )
 
 
 def replays(device: torch.device) -> bool:
