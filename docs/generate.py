@@ -65,6 +65,8 @@ def _sections(schema: dict[str, Any], models: dict[str, Any], path: str) -> Iter
         model = _model(field)
         if model:
             inner.append((models[model], full))
+        if model and not field.get("description"):
+            continue  # its own table follows
         default = field.get("default")
         shown = "required" if key in schema.get("required", ()) else "" if model else shown_value(default)
         rows.append(
