@@ -29,22 +29,21 @@ from promptfed.client_service.joining.checks import (
 )
 from promptfed.client_service.joining.disclosure import Disclosure, disclose
 from promptfed.client_service.joining.offer import (
+    Offer,
     check_backbone,
     check_declaration,
-    declaration,
     enrol_request,
     explain,
     federation_method,
     label_space,
     open_backbone,
 )
-from promptfed.client_service.privacy.agreement import terms_of
-from promptfed.client_service.privacy.noisy_counts import declared_images, floor_of, states_of
+from promptfed.client_service.privacy.noisy_counts import floor_of, states_of
 from promptfed.client_service.privacy.policy import RULES, Policy, read_policy, refusals
 from promptfed.client_service.privacy.protection import own_ledger, site_facts, site_plan
 from promptfed.client_service.settings import Settings, make_settings, read_token
 from promptfed.client_service.state.site_log import SiteLog
-from promptfed.client_service.training.data import domain_of, open_data
+from promptfed.client_service.training.data import open_data
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.data import Source
 from promptfed.shared.messages import ENDED, EnrolmentInfo
@@ -75,6 +74,7 @@ class Examination:
     checks: list[Check] = field(default_factory=list)
     disclosure: Disclosure | None = None
     policy: Policy | None = None
+    tests: dict[str, Source] = field(default_factory=dict)
 
     @classmethod
     def of(cls, backbone: BackboneSpec, **options: Any) -> Examination:
@@ -115,14 +115,13 @@ class Examination:
         source = self._try("data", lambda: open_data(settings.data, settings.name, settings.domain, settings.role))
         if source is not None:
             self.checks += check_data(source, settings.role)
-        tests: dict[str, Source] = {}
         for name, uri in settings.tests.items():
             test = self._try(f"test {name}", lambda uri=uri: open_data(uri, role="tests"))  # type: ignore[misc]
             if test is not None:
                 self.checks.append(Check(f"test {name}", "pass", "can be opened"))
-                tests[name] = test
+                self.tests[name] = test
         if source is not None:
-            self.checks += check_recorded(settings.state_dir, source, tests, settings.new_data)
+            self.checks += check_recorded(settings.state_dir, source, self.tests, settings.new_data)
         return source
 
     def _federation(self) -> EnrolmentInfo | None:
@@ -237,16 +236,10 @@ class Examination:
         settings = self.settings
         check_fits(method, shape_of(backbone))
         check_declaration(method, info, settings.role, source)
-        space = label_space(method, info, source.class_names)
-        method.check_classes(space)
-        method.check_texts(backbone, space, info.template or source.template)
-        domain = domain_of(source)
-        if domain is not None and settings.role == "trainer":
-            method.check_domain(backbone, space, domain)
-        split = source.train if settings.role == "trainer" else source.test
+        method.check_classes(label_space(method, info, source.class_names))
+        offer = Offer(info, method, source, self.tests, self.policy)
+        offer.check_texts(backbone, settings.role)
         limits = floor_of(self.policy), states_of(self.policy)
-        images = declared_images(len(split), limits[0], info)
-        declared = declaration(settings, source, domain, backbone, images)
+        declared = offer.declared(settings, limits[0], backbone)
         enrol_request(declared, NOBODY, backbone)
-        terms = terms_of(info, method, settings.coordinator, settings.role, list(settings.tests))
-        return disclose(terms, info, method, declared, shape_of(backbone), limits=limits)
+        return disclose(offer.terms(settings), info, method, declared, shape_of(backbone), limits=limits)

@@ -22,20 +22,18 @@ from promptfed.client_service.joining.offer import (
     Offer,
     check_backbone,
     check_declaration,
-    declaration,
     describe_device,
     enrol_request,
     enrolment_token,
     federation_method,
-    label_space,
     open_backbone,
 )
 from promptfed.client_service.joining.parts import Consent, Parts
 from promptfed.client_service.monitor import Monitor
-from promptfed.client_service.privacy.agreement import Agreement, terms_of
+from promptfed.client_service.privacy.agreement import Agreement
 from promptfed.client_service.privacy.identity import identity_of
 from promptfed.client_service.privacy.ledger import Ledger
-from promptfed.client_service.privacy.noisy_counts import NoisyCounts, declared_images, floor_of, states_of, what_leaves
+from promptfed.client_service.privacy.noisy_counts import NoisyCounts, floor_of, states_of, what_leaves
 from promptfed.client_service.privacy.policy import Policy, SiteFacts, allows, enforce, read_policy
 from promptfed.client_service.privacy.protection import SiteProtection, own_ledger, site_facts, site_plan
 from promptfed.client_service.serving.prediction import Predictor
@@ -119,7 +117,7 @@ class Joining:
         agreement.pin(backbone.fingerprint)
         work = self._work(offer, backbone, agreement, privacy, SiteRules(policy, facts))
         use_precision(backbone.device, info.training.tf32)  # texts and images are kept for tasks, which compute alike
-        await self.compute.run(lambda: self._check_texts(work, method, info))
+        await self.compute.run(lambda: self._check_texts(work, offer))
         behind = await self.compute.run(lambda: self._soon_computed(work, method, info))
         if not behind:
             await self.compute.run(lambda: self._warm(work, method, info))
@@ -283,17 +281,10 @@ class Joining:
             raise ClientError(Exit.NOT_ALLOWED, text)
         return kept, None
 
-    def _check_texts(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> None:
-        """Check that every class name, with the method's own tokens, fits into the text tower."""
-        torch.set_num_threads(info.training.threads)
-        data = work.data
-        spaces = [(label_space(method, info, data.class_names), data.template)]
-        spaces += [(test.class_names, test.template) for test in data.tests.values()]
+    def _check_texts(self, work: TaskWork, offer: Offer) -> None:
+        torch.set_num_threads(offer.info.training.threads)
         try:
-            for names, template in spaces:
-                method.check_texts(work.backbone, names, info.template or template)
-            if data.domain is not None and self.settings.role == "trainer":
-                method.check_domain(work.backbone, spaces[0][0], data.domain)
+            offer.check_texts(work.backbone, self.settings.role)
         except BackboneError as error:
             raise ClientError(Exit.BAD_INPUT, str(error)) from None
 
@@ -371,10 +362,7 @@ class Joining:
         No backbone is loaded for it, and no feature computed: until then nothing is done for the federation.
         """
         settings, info, source = self.settings, offer.info, offer.source
-        terms = terms_of(info, offer.method, settings.coordinator, settings.role, list(offer.tests))
-        split = source.train if settings.role == "trainer" else source.test
-        images = declared_images(len(split), self._floor(offer), info)
-        declared = declaration(settings, source, domain_of(source), self.parts.backbone, images)
+        terms, declared = offer.terms(settings), offer.declared(settings, self._floor(offer), self.parts.backbone)
         agreement = Agreement.kept(self.state)
         changes = agreement.changes(terms) if agreement is not None else []
         if agreement is not None and not changes:

@@ -12,15 +12,17 @@ from pydantic import ValidationError
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import Refused
 from promptfed.client_service.joining.disclosure import Declared
+from promptfed.client_service.privacy.agreement import AgreedTerms, terms_of
+from promptfed.client_service.privacy.noisy_counts import declared_images
 from promptfed.client_service.privacy.policy import Policy
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.state.private_state import Identity
-from promptfed.client_service.training.data import check_classes, check_domain
+from promptfed.client_service.training.data import check_classes, check_domain, domain_of
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.loading import expect_device
 from promptfed.shared.clip.permission import permits
 from promptfed.shared.data import Source
-from promptfed.shared.messages import Domain, EnrolmentInfo, EnrolRequest, Role
+from promptfed.shared.messages import EnrolmentInfo, EnrolRequest, Role
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.methods.core.registry import INSTALL
@@ -125,26 +127,6 @@ def check_declaration(method: Method, info: EnrolmentInfo, role: Role, source: S
     check_domain(method, role, source)
 
 
-def declaration(
-    settings: Settings, source: Source, domain: Domain | None, backbone: Backbone | None, images: int
-) -> Declared:
-    """Everything that the coordinator learns when this client enrols, as far as it is known without a backbone.
-
-    ``images``: how many the client declares.
-    """
-    device = backbone.device if backbone is not None else torch.device(choose_device(settings.device))
-    return Declared(
-        name=settings.name,
-        role=settings.role,
-        num_samples=images,
-        class_names=source.class_names,
-        domain=domain,
-        device=describe_device(device),
-        fingerprint=backbone.fingerprint if backbone is not None else None,
-        grey=source.grey,
-    )
-
-
 def enrol_request(declared: Declared, secret: str, backbone: Backbone, identity: bytes | None = None) -> EnrolRequest:
     """What was declared, with the secret and the weights that were loaded; with ``identity``, a key, it signs.
 
@@ -208,3 +190,38 @@ class Offer:
     source: Source
     tests: Mapping[str, Source]
     policy: Policy | None
+
+    def terms(self, settings: Settings) -> AgreedTerms:
+        """What the owner agrees to."""
+        return terms_of(self.info, self.method, settings.coordinator, settings.role, list(self.tests))
+
+    def declared(self, settings: Settings, floor: int, backbone: Backbone | None) -> Declared:
+        """Everything that the coordinator learns when this client enrols, as far as it is known without a backbone.
+
+        ``floor``: of the number of images that is declared.
+        """
+        split = self.source.train if settings.role == "trainer" else self.source.test
+        device = backbone.device if backbone is not None else torch.device(choose_device(settings.device))
+        return Declared(
+            name=settings.name,
+            role=settings.role,
+            num_samples=declared_images(len(split), floor, self.info),
+            class_names=self.source.class_names,
+            domain=domain_of(self.source),
+            device=describe_device(device),
+            fingerprint=backbone.fingerprint if backbone is not None else None,
+            grey=self.source.grey,
+        )
+
+    def check_texts(self, backbone: Backbone, role: Role) -> None:
+        """Raise BackboneError where a class name of any data, with the method's own tokens, or the domain's words do
+        not fit into the text tower.
+        """
+        space = label_space(self.method, self.info, self.source.class_names)
+        spaces = [(space, self.source.template)]
+        spaces += [(test.class_names, test.template) for test in self.tests.values()]
+        for names, template in spaces:
+            self.method.check_texts(backbone, names, self.info.template or template)
+        domain = domain_of(self.source)
+        if domain is not None and role == "trainer":
+            self.method.check_domain(backbone, space, domain)

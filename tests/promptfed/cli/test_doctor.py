@@ -308,3 +308,18 @@ def test_a_command_permits_what_is_named_as_a_client_does(tmp_path: Path) -> Non
     )
     simulate = ["simulate", str(tmp_path / "run.yaml"), "--allow-backbone", "hf-hub:someone/other"]
     assert "must permit it" in CliRunner().invoke(app, simulate).output
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_test_sets_names_are_looked_at_as_joining_does(
+    coordinator: InThread, token: Path, pets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, code in (("cat", 0), (" ".join("a" * 90), 1)):
+        folder = pets.parent / f"wards{code}"
+        for label in (name, "dog"):
+            (folder / label).mkdir(parents=True)
+            for number in range(4):
+                Image.effect_noise((32, 32), 20 + number).save(folder / label / f"{number}.png")
+        ended = client([*joining(coordinator, token, pets), f"--test=wards=folder:{folder}", "--check"])
+        assert (ended != 0) == bool(code)
+        assert ("fail  method" in capsys.readouterr().err) == bool(code)
