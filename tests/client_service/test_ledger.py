@@ -60,6 +60,7 @@ def spend(ledger: Ledger, number: int, most: float = 8.0) -> bool:
 def test_releases_add_up_and_the_same_one_costs_nothing_again(tmp_path: Path, in_memory: bool) -> None:
     path = None if in_memory else tmp_path / "deep" / "ledger.jsonl"
     ledger = opened(path)
+    assert path is None or stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert ledger.epsilon() == 0
     assert spend(ledger, 1)
     assert spend(ledger, 2)
@@ -148,6 +149,9 @@ def test_a_full_disk_ends_the_client_and_leaves_what_was_there(tmp_path: Path, m
         spend(ledger, 2)
     assert end.value.exit is Exit.LEDGER
     assert path.read_bytes() == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ClientError, match=r"cannot be used: .*give --ledger another place"):
+        opened(tmp_path / "file" / "ledger.jsonl")
 
 
 def test_two_processes_share_one_budget(tmp_path: Path) -> None:

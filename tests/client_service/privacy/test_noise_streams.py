@@ -67,6 +67,9 @@ def test_a_task_is_trained_with_the_clip_and_noise_that_were_agreed_to() -> None
     begun = protection().begin(task_of(1, "train"), "a", 24)
     assert (begun.clip, begun.noise_multiplier, begun.units, begun.batch_size, begun.epochs) == (0.3, 2.0, 24, 8, 1)
     assert begun.event == Event("gaussian", 8 / 24, 2.0, 3)
+    plan = protection().plan
+    for told, place in ((replace(plan, replaced=None), 0), (replace(plan, replaced=2.5), 1)):
+        assert "".join(text for _, text in told.lines()).count("ε = 2.5 for replace-one neighbours") == place
     groups = ((0, 1), (2,), (3, 4))
     of_groups = protection(groups=groups).begin(task_of(1, "train"), "a", 24)
     assert (of_groups.units, of_groups.rows, of_groups.event) == (3, groups, Event("gaussian", 1.0, 2.0, 1))

@@ -52,11 +52,14 @@ def test_class_names_are_those_of_all_trainers_that_joined_in_the_first_one_s_or
     assert federation(MEMBERS, given).class_names == turned, "of c, before d; b evaluates, and a is new"
     assert federation({**MEMBERS, "a": IN}, given).class_names is None, "they differ"
     assert federation({}, []).class_names is None
-    assert federation(MEMBERS, given, class_names=["p", "q"]).class_names == ("p", "q")
+    listed = federation(MEMBERS, given, class_names=["p", "q"])
+    assert listed.class_names == ("p", "q")
+    assert (listed.may_differ, federation(MEMBERS, given).may_differ) == (True, False)
 
 
 def test_a_federation_names_what_differs_most_common_first() -> None:
     assert differing({"a": ABC, "b": ABC[::-1]}) is None
+    assert differing({"a": ABC, "b": ("x",)}) == "the trainers' class names differ (a: 'ant', 'bee', 'cat' | b: 'x')"
     given = {"z": ("bee", "ant", "dog"), "m": ABC, "k": ABC[::-1], "c": ("ant", "bee", "emu")}
     sides = "k, m: 'cat' | c: 'emu' | z: 'dog'"
     assert differing(given) == f"the trainers' class names differ beside 2 that all have ({sides})"
