@@ -28,9 +28,9 @@ from PIL import Image
 from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
-from promptfed.cli.commands import site as site_commands
+from promptfed.cli.commands import services as site_commands
 from promptfed.cli.main import app
-from promptfed.cli.scoring import model_of_export
+from promptfed.cli.predicting import model_of_export
 from promptfed.client_service.serving.api import create_export_app
 from promptfed.export.adapted_model import predictor_of
 from promptfed.sdk.client import CA_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE

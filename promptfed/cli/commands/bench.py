@@ -81,7 +81,8 @@ def tune(
 ) -> None:
     """Choose a method and a learning rate by simulation on held-out training images, and write a new run file."""
     from promptfed.cli.bench import names_of
-    from promptfed.experiments.bench.tuning import AUTO, Plan, Trials, choose, rates_of
+    from promptfed.experiments.bench.trials import Trials
+    from promptfed.experiments.bench.tuning import AUTO, Plan, choose, rates_of
     from promptfed.shared.methods import method_class
 
     plan = Plan(

@@ -66,7 +66,7 @@ def onnx(
     """Write an export's classifier as an ONNX model, and check that it answers as Python does (promptfed[onnx])."""
     for file in (out, out.with_suffix(".json")):
         expect_new(file)
-    from promptfed.cli.scoring import model_of_export
+    from promptfed.cli.predicting import model_of_export
     from promptfed.export.export import open_backbone_of
     from promptfed.export.onnx_graph import write_onnx
 
@@ -116,7 +116,7 @@ def serve(
     key: Key = None,
 ) -> None:
     """Answer over HTTP with what a federation learned: a page to drop an image on, and POST /v1/predict."""
-    from promptfed.cli.scoring import model_of_export
+    from promptfed.cli.predicting import model_of_export
     from promptfed.shared.service.process import unfit_server
 
     if (unfit := unfit_server()) is not None:

@@ -47,18 +47,18 @@ def predict(
         refuse(written & {"key"}, "for --export; leave it out")
     refuse(written & {"top"} if folders or as_json else set(), "for a table of single images; leave it out")
     expect_suffix(out, ".csv", "CSV")
-    from promptfed.cli import scoring
+    from promptfed.cli import predicting
 
     if export is not None:
-        model, names = scoring.model_of_export(export, class_names, key=key)
+        model, names = predicting.model_of_export(export, class_names, key=key)
     else:
         assert federation is not None
         with asked.open() as api:
-            model, names = scoring.model_of_federation(api, federation, round, class_names)
+            model, names = predicting.model_of_federation(api, federation, round, class_names)
     if folders:
-        scoring.predict_folder(model, names, folders[0], allow_backbone, out, temperature)
+        predicting.predict_folder(model, names, folders[0], allow_backbone, out, temperature)
     else:
-        scoring.predict(model, names, images, allow_backbone, top, as_json, temperature)
+        predicting.predict(model, names, images, allow_backbone, top, as_json, temperature)
 
 
 @app.add(section="Use a result")

@@ -16,7 +16,7 @@ from promptfed.client_service.settings import make_settings
 from promptfed.client_service.training.data import held_out
 from promptfed.client_service.training.evaluation import answers
 from promptfed.client_service.training.trainer import TaskWork
-from promptfed.experiments.bench.tuning import has_diverged
+from promptfed.experiments.bench.trials import has_diverged
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source, open_source
 from promptfed.shared.errors import Failed

@@ -280,7 +280,7 @@ def test_a_plan_adds_what_the_ledger_of_the_data_has_spent(tmp_path: Path) -> No
 
 
 def test_adopt_records_its_question_before_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("promptfed.cli.commands.site.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("promptfed.cli.commands.ledger.ANSWER_SECONDS", 0.1)
     (tmp_path / "identity.json").write_text(json.dumps({"federation_id": "f", "secret": "s"}))
     asked = run("ledger", "adopt", "--state-dir", str(tmp_path), "--coordinator", "http://127.0.0.1:1")
     assert asked.exit_code != 0

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from promptfed.cli.scoring import model_of_export
+from promptfed.cli.predicting import model_of_export
 from promptfed.client_service.serving import image_bodies
 from promptfed.client_service.serving.api import create_export_app
 from promptfed.export.adapted_model import predictor_of

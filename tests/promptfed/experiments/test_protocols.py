@@ -13,7 +13,8 @@ import pytest
 from promptfed.cli.commands.bench import _seeds, _untried, _words
 from promptfed.experiments.bench.entries import parse_entries, parse_entry
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting, with_options
-from promptfed.experiments.bench.tuning import AUTO, Candidate, Plan, Trial, choose, gain
+from promptfed.experiments.bench.trials import Candidate, Trial
+from promptfed.experiments.bench.tuning import AUTO, Plan, choose, gain
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.errors import BadInput, PromptfedError

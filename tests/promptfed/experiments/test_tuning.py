@@ -10,7 +10,8 @@ import yaml
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.experiments.bench.tuning import held_out_sites, rates_of
+from promptfed.experiments.bench.trials import held_out_sites
+from promptfed.experiments.bench.tuning import rates_of
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.runtime.run_file import read_run
