@@ -49,13 +49,19 @@ def unfit(answers: Mapping[str, KeysAnswer], spec: SecureAggregationSpec, rule: 
 def _against(answers: Mapping[str, KeysAnswer], spec: SecureAggregationSpec, rule: Weighting) -> dict[str, SecureError]:
     """Who would refuse a sum of all, and why."""
     roster, against = Roster((answer.entry for answer in answers.values()), spec, rule), dict[str, SecureError]()
+    content = set[tuple[Limits, float]]()  # who lists no peers and weighs as much is content too
     for name, answer in answers.items():
         place, limits = roster.place_of(answer.entry), answer.limits or Limits()
+        alike = limits, roster.weights[place]
+        if alike in content:
+            continue
         try:
             expect_roster(roster, place, limits)
             expect_set(roster, list(roster.entries), place, limits)
         except SecureError as error:
             against[name] = error
+        else:
+            content |= set() if limits.peers else {alike}
     return against
 
 
