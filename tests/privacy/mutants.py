@@ -38,8 +38,8 @@ class Mutant:
 
 
 SIGNATURE = "    body = confirmed(roster, place, digest)\n", "    return True\n"
-SIZE = "    if len(content) != 2 * primitives.SHARE_BYTES:\n"
-NOTHING = "bytes(primitives.SHARE_BYTES)"
+SIZE = "    if len(content) != 2 * SHARE_BYTES:\n"
+NOTHING = "bytes(SHARE_BYTES)"
 NO_SIZE = f"    if not content:\n        return {NOTHING}, {NOTHING}\n    if False:\n"
 KEYS = "    if not limits.peers:\n        return\n    others", "    return\n    others"
 MUTANTS = (
@@ -55,7 +55,7 @@ MUTANTS = (
         "(_name(task), mark) is None:",
     ),
     Mutant("the_same_payload", SECURE, "SecureWork.expect", "if served is not None and served != where:", "if False:"),
-    Mutant("nearly_the_same_payload", SUMS, "EarlierSums.expect_apart", "< wanted * earlier.change", "< 0"),
+    Mutant("nearly_the_same_payload", SUMS, "EarlierSums.expect_apart", "< distance * earlier.change", "< 0"),
     Mutant(
         "nearly_the_same_and_one_drops_out", SECURE, "SecureWork._confirm",
         "self._expect_apart(task, roster, job.alive, final=True)", "pass",
