@@ -40,10 +40,12 @@ from promptfed.experiments.bench.runner import (
     write_json,
 )
 from promptfed.experiments.bench.tables import (
+    BELOW,
     COSTS,
     Measures,
     TableRow,
     cells,
+    far_below,
     interleaved,
     markdown,
     measures_of,
@@ -298,6 +300,10 @@ def _show(bench: Bench, rows: Sequence[TableRow]) -> None:
     for columns in (range(1, len(header) - len(COSTS)), range(len(header) - len(COSTS), len(header))):
         shown = [0, *columns]  # accuracies, then costs: one table would be too wide for most terminals
         console.print(table(None, [header[k] for k in shown], [[line[k] for k in shown] for line in lines]))
+    if any(BELOW in text for line in lines for text in line):
+        say(f"{BELOW}: below zero-shot.")
+    for remark in far_below(bench.columns, rows):
+        say(remark)
 
 
 def run_preset(

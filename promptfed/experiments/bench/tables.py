@@ -23,6 +23,7 @@ from promptfed.shared.plain_text import markdown_cell, markdown_code
 ZERO_SHOT = "zero-shot"
 PAPER = " (paper)"  # behind the label of a row that a paper prints
 BELOW = "▼"
+FAR = 0.1  # below zero-shot: no spread of seeds, but settings that do not suit the data
 COSTS = ("trained", "up", "down", "seconds")
 FIGURES = ("accuracy", "majority", "auroc", "ece", "macro_f1", "worst_class", "sd_clients", "worst_client")
 BySeed = Mapping[int, Sequence[Outcomes]]
@@ -143,7 +144,21 @@ def markdown_table(
 
 def markdown(bench: Bench, rows: Sequence[TableRow]) -> str:
     """The table in Markdown below its caption."""
-    return "\n".join([caption(bench), "", *table_of(bench.columns, rows)]) + "\n"
+    remarks = _escaped(far_below(bench.columns, rows))
+    return "\n".join([caption(bench), "", *table_of(bench.columns, rows), *([""] if remarks else []), *remarks]) + "\n"
+
+
+def far_below(columns: Sequence[str], rows: Sequence[TableRow]) -> list[str]:
+    """A remark for each of our rows that lies more than `FAR` below its zero-shot row in a column."""
+    by_label, remarks = {row.label: row for row in rows}, []
+    for row in rows:
+        template = by_label.get(row.zero_shot, row)
+        both = [name for name in columns if name in row.scores[0] and name in template.scores[0] and name[:2] != "sd"]
+        lost = max((template.mean(name) - row.mean(name) for name in both), default=0.0)
+        if lost > FAR and not row.label.endswith(PAPER):
+            text = "points below zero-shot: try a lower learning rate, or `promptfed tune`"
+            remarks.append(f"{row.label} lies up to {100 * lost:.0f} {text}.")
+    return remarks
 
 
 def caption(bench: Bench) -> str:

@@ -19,7 +19,7 @@ from promptfed.experiments.bench import runner as bench_module
 from promptfed.experiments.bench.entries import parse_entries
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
 from promptfed.experiments.bench.runner import BENCH_FILE, Bench, BenchRun, Runner, claim, costs, data_hash, read_run
-from promptfed.experiments.bench.tables import TableRow, cell, markdown, rows_of, scores_of
+from promptfed.experiments.bench.tables import TableRow, cell, far_below, markdown, rows_of, scores_of
 from promptfed.sdk.result import Accuracy
 from promptfed.shared import get_extra
 from promptfed.shared.data import open_source
@@ -157,6 +157,11 @@ def test_seeds_become_mean_and_deviation_and_what_is_below_zero_shot_is_flagged(
     text = markdown(described, rows)
     assert "| zero-shot | 50.0 ± 7.1 |" in text
     assert "| promptfl | 40.0 ± 14.1 ▼ | 0.0 ± 0.0 | 40.0 ± 14.1 ▼ | 7 | 2.0 kB | 10 B | 0.50 |" in text
+    assert "below zero-shot:" not in text, "10.0 points are not more than 10"
+    far = [row if row.is_zero_shot else replace(row, scores=({**row.scores[0], "mean": 0.2},)) for row in rows]
+    remark = "promptfl lies up to 30 points below zero-shot: try a lower learning rate, or `promptfed tune`."
+    assert far_below(["mean"], far) == [remark]
+    assert far_below(["sd of clients"], rows) == []
     alone = TableRow("x", ({"mean": 0.5},))
     assert cell(alone, "mean", None) == "50.0"
 
