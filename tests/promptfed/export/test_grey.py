@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from typer.testing import CliRunner, Result
 import promptfed
 from promptfed.cli.main import app
 from promptfed.client_service.exits import ClientError
-from promptfed.client_service.joining.offer import declaration
+from promptfed.client_service.joining.offer import Offer
 from promptfed.client_service.serving import prediction
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.training.data import check_scales
@@ -129,9 +130,9 @@ def test_a_test_set_of_another_scale_is_refused_unless_both_uris_say_so(tmp_path
 
 def test_what_a_site_says_is_declared_and_kept_anew_at_each_start(tmp_path: Path) -> None:
     source = open_source(write(tmp_path / "a", 4000))
-    told = declaration(
-        Settings(name="a", coordinator="https://x", federation="f", data="folder:a"), source, None, None, 8
-    )
+    settings = Settings(name="a", coordinator="https://x", federation="f", data="folder:a")
+    offered: Any = SimpleNamespace(privacy=None)
+    told = Offer(offered, offered, source, {}, None).declared(settings, 1, None)
     assert told.grey == (0, 4095)
     about = {"secret": "0" * 64, "backbone_fingerprint": "sha256:" + "0" * 64, "backbone_shape": {"d_e": 8}}
     request = EnrolRequest(name="a", num_samples=8, class_names=["cat", "dog"], grey=told.grey, **about)

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 import promptfed
-from promptfed.client_service.joining import joining
+from promptfed.client_service.joining.offer import Offer
 from promptfed.shared.clip import Backbone, shape_of
-from promptfed.shared.data import Source, open_source
+from promptfed.shared.data import open_source
 from tests.support import exports
 from tests.support.coordinators import in_thread
 from tests.support.own_images import write_folder
@@ -216,13 +216,14 @@ def test_metrics_are_of_the_clients_own_answers(result: promptfed.Result) -> Non
 def test_clients_declare_their_domains_in_words(
     tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, declared = {}, joining.declaration
+    told, declared = {}, Offer.declared
 
-    def noted(settings: Any, source: Source, domain: Any, *more: Any) -> Any:
-        told[settings.name] = domain and (domain.name, domain.description)
-        return declared(settings, source, domain, *more)
+    def noted(self: Offer, *given: Any) -> Any:
+        one = declared(self, *given)
+        told[one.name] = one.domain and (one.domain.name, one.domain.description)
+        return one
 
-    monkeypatch.setattr(joining, "declaration", noted)
+    monkeypatch.setattr(Offer, "declared", noted)
     for seed, name in enumerate(("plain", "worded", "unseen")):
         write_folder(tmp_path / name, ("circle", "bar"), seed=seed, each=2)
     (tmp_path / "plain" / "domain.txt").write_text("filled shape")
