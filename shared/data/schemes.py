@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from promptfed.shared.data.source import Source
 
 EMBEDDED = "embedded"
+OF_CLASSES, OF_FILES = ("only", "min_per_class"), ("domain", "group", "grey", "on_unreadable")
+OF_TABLES = (*OF_FILES, "groups", "labels", "columns")
+MEDICAL = ("labels", "columns", "group", "groups", "index", "on_unreadable", "level", "frames", "window")
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,6 @@ class Scheme:
         return source
 
 
-OF_CLASSES, OF_FILES = ("only", "min_per_class"), ("domain", "group", "grey", "on_unreadable")
-OF_TABLES = (*OF_FILES, "groups", "labels", "columns")
-MEDICAL = ("labels", "columns", "group", "groups", "index", "on_unreadable", "level", "frames", "window")
 SCHEMES = {
     "symbols": Scheme(
         "symbols:open_symbols", ("domain", "topic", "per_class", "test_per_class", "test_seed"),

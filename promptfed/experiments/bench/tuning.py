@@ -39,6 +39,7 @@ LAST = 4  # candidates of the last rung
 MOST_RATE = 1000.0  # that a spec may hold
 DRAWS = 10_000  # of the bootstrap
 Progress = Callable[[str], None]
+Done = dict[Candidate, list[Trial]]
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,6 @@ def grid(centre: float, decades: float = DECADES, per_decade: int = 1) -> tuple[
 def _short(rate: float) -> float:
     """The rate with two digits, as it is written into a spec."""
     return float(f"{rate:.2g}")
-
-
-Done = dict[Candidate, list[Trial]]
 
 
 class Runs(Protocol):
