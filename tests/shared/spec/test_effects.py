@@ -61,7 +61,7 @@ UNSEEN = {
     "participation.on_missed_quorum": IN_TROUBLE, "secure_aggregation.threshold": IN_TROUBLE,
     "secure_aggregation.step_seconds": IN_TROUBLE,
     "participation.draw": "a simulation draws by the seed", "start": "a simulation starts by itself",
-    "retention": "what is kept: tests/coordinator/engine/test_retention.py",
+    "retention": "what is kept: tests/coordinator/resources/results/test_rounds.py",
 }  # fmt: skip
 """Fields that no simulation shows, with the reason."""
 UNSEEN_BESIDE = {
