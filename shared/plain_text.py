@@ -59,8 +59,8 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 def shortened(texts: Iterable[str], most: int = 5, between: str = ", ") -> str:
     """The first ``most`` of ``texts``, and how many more there are."""
-    known = list(texts)
-    return between.join(known[:most]) + (f"{between}and {len(known) - most} more" if len(known) > most else "")
+    shown = list(texts)
+    return between.join(shown[:most]) + (f"{between}and {len(shown) - most} more" if len(shown) > most else "")
 
 
 def look_alikes(names: Iterable[str]) -> list[tuple[str, ...]]:
@@ -99,8 +99,8 @@ def beside_known(names: Iterable[str], known: Iterable[str]) -> str:
     by_sight = {seen(name): name for name in there}
     matches = [(name, get_close_matches(seen(name), by_sight, n=1, cutoff=0.5)) for name in unknown[:5]]
     nearest = [f"{by_sight[found[0]]!r} to {name!r}" for name, found in matches if found]
-    told = f"; nearest: {', '.join(nearest)}" if nearest else ""
-    return f"{likeness(unknown, there)}{told}; known: {shortened(map(repr, there), MOST_TOLD)}"
+    nearest_text = f"; nearest: {', '.join(nearest)}" if nearest else ""
+    return f"{likeness(unknown, there)}{nearest_text}; known: {shortened(map(repr, there), MOST_TOLD)}"
 
 
 def merged(names: Iterable[str], into: Callable[[str], str]) -> list[str]:

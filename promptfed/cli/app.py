@@ -178,8 +178,8 @@ def reporting_errors() -> Iterator[None]:
 def show_version(asked: bool) -> None:
     """Print the version, the commit if it is known, and the protocol's range, and end, if ``asked``."""
     if asked:
-        known = commit()
-        typer.echo(f"promptfed {RELEASE}{f' ({known})' if known else ''}, protocol {VERSION}")
+        revision = commit()
+        typer.echo(f"promptfed {RELEASE}{f' ({revision})' if revision else ''}, protocol {VERSION}")
         raise typer.Exit
 
 

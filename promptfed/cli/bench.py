@@ -147,8 +147,8 @@ def setting_of(options: BenchOptions) -> Setting:
         "targets": names_of(options.targets),
         "curve": whole_numbers(options.curve, "--curve"),
     }
-    given = {field.name: getattr(options, field.name) for field in fields(Setting) if hasattr(options, field.name)}
-    return Setting(**given | lists)
+    settings = {field.name: getattr(options, field.name) for field in fields(Setting) if hasattr(options, field.name)}
+    return Setting(**settings | lists)
 
 
 def names_of(text: str) -> tuple[str, ...]:
@@ -286,10 +286,10 @@ def run_suite(suite: str, runner: Runner, reduced: bool, seeds: str | None, as_j
     if missing:
         raise BadInput(" ".join(missing.values()))
     for name, preset in presets_of(suite).items():
-        own = replace(runner, out=runner.out / name, features=runner.out / "features")
+        in_folder = replace(runner, out=runner.out / name, features=runner.out / "features")
         if not as_json:
             say(preset.title)
-        results = finish(benches[name], own, as_json)
+        results = finish(benches[name], in_folder, as_json)
         made[name] = results.model_dump(exclude={"runs"})
     if as_json:
         print_json(made)
@@ -317,12 +317,12 @@ def run_preset(
     preset, numbers = read_preset(name), whole_numbers(seeds, "--seeds")
     changes = _base(spec, rounds)
     for panel in preset.panels():
-        own = replace(runner, out=runner.out / panel) if len(preset.panels()) > 1 else runner
+        panel_runner = replace(runner, out=runner.out / panel) if len(preset.panels()) > 1 else runner
         if not as_json:
-            say(preset.title + (f": {panel}" if own is not runner else ""))
+            say(preset.title + (f": {panel}" if panel_runner is not runner else ""))
         bench = preset.bench(numbers, panel=panel, root=root, changes=changes)
         try:
-            results = finish(bench, own, as_json, preset.figures(panel))
+            results = finish(bench, panel_runner, as_json, preset.figures(panel))
         except PromptfedError as error:
             if Path(root).is_dir() and not any(text in str(error) for text in MISSING):
                 raise

@@ -45,8 +45,8 @@ def model_of_export(
     Raises:
         PromptfedError: it is no export, the key has not signed it, or nobody names classes.
     """
-    model, own = read_export(folder, key)
-    return model, _expect_names(class_names or own or otherwise)
+    model, own_names = read_export(folder, key)
+    return model, _expect_names(class_names or own_names or otherwise)
 
 
 def model_of_federation(
@@ -102,8 +102,8 @@ def predict_folder(
             note(error)
             unread += 1
             continue
-        told = _presences(answer, names) if several else [*_best(answer, "probability"), *_best(answer, "zero_shot")]
-        writer.writerow([path.relative_to(folder), *told])
+        cells = _presences(answer, names) if several else [*_best(answer, "probability"), *_best(answer, "zero_shot")]
+        writer.writerow([path.relative_to(folder), *cells])
     if unread == len(paths):
         raise BadInput(f"none of the {unread} images in {folder} can be read")
     if out is None:
@@ -197,8 +197,8 @@ def _why_unreadable(path: Path) -> str:
 
 
 def _table(path: Path, answer: Mapping[str, Any], top: int) -> Table:
-    told = ", ".join(answer["present"]) or "none of the classes" if "present" in answer else answer["class_name"]
-    title = escape(plain(f"{path.name}: {told} ({answer['method']}, round {answer['round']})"))
+    answer_text = ", ".join(answer["present"]) or "none of the classes" if "present" in answer else answer["class_name"]
+    title = escape(plain(f"{path.name}: {answer_text} ({answer['method']}, round {answer['round']})"))
     rows = [
         [row["name"], bar(row["probability"]), percent(row["probability"]), percent(row["zero_shot"])]
         for row in answer["classes"][:top]

@@ -137,11 +137,11 @@ def presence_figures(
     def classes(rows: Sequence[int]) -> list[ClassFigures]:
         found = []
         for k, name in enumerate(names):
-            known = [row for row in rows if labels[row, k] >= 0]
-            if known:
-                own = None if images.groups is None else [images.groups[row] for row in known]
-                said = told[known, k]
-                found.append(class_figures(name, labels[known, k] == 1, said, said > 0.5, own))
+            labelled = [row for row in rows if labels[row, k] >= 0]
+            if labelled:
+                patients = None if images.groups is None else [images.groups[row] for row in labelled]
+                said = told[labelled, k]
+                found.append(class_figures(name, labels[labelled, k] == 1, said, said > 0.5, patients))
         return found
 
     return PresenceFigures(
@@ -197,8 +197,10 @@ def run_score(
     temperature = 1.0
     with new_folder(out, "--out") as folder, TemporaryDirectory(prefix="promptfed-score-") as features:
         if fit_on is not None:
-            own = ClientData(open_source(fit_on, "trainer", model.greys), backbone, FeatureCache(Path(features)))
-            temperature = _temperature(served, own.split(TRAIN, names), fit_on)
+            fitting_data = ClientData(
+                open_source(fit_on, "trainer", model.greys), backbone, FeatureCache(Path(features))
+            )
+            temperature = _temperature(served, fitting_data.split(TRAIN, names), fit_on)
             served = model.serve(backbone, names, temperature)
         split = ClientData(source, backbone, FeatureCache(Path(features))).split(TEST, names)
         _expect_kind(served, split.labels, uri)
@@ -235,20 +237,20 @@ def _untrained(source: Source, federation: str, state_dirs: Sequence[Path]) -> t
     Raises:
         PromptfedError: a folder has no record of training images, or no image is left.
     """
-    known: set[str] = set()
+    trained: set[str] = set()
     folders = [*state_dirs] or folders_of(federation)
     for folder in folders:
         try:
-            own = read_trained(folder)
+            digests = read_trained(folder)
         except (OSError, UnicodeDecodeError) as error:
             raise BadInput(f"{folder} cannot be read: {why(error)}") from None
-        if own is None:
+        if digests is None:
             raise BadInput(f"{folder} records no training images: give a client's --state-dir")
-        known |= own
+        trained |= digests
     if not folders:
         note("Whether training has seen some of these images is not known: no client's folder is here (--state-dir).")
         return source, None
-    left = [row for row in range(len(source.test)) if source.test.digest(row) not in known]
+    left = [row for row in range(len(source.test)) if source.test.digest(row) not in trained]
     seen = len(source.test) - len(left)
     if not left:
         text = f"all {seen} images of {source.uri} were trained on: give images that were not"

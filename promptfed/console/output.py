@@ -60,9 +60,9 @@ def commit() -> str:
         return written.read_text().strip()
     root = Path(__file__).resolve().parents[2]
     if (root / ".git").exists():
-        asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
         with suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=5)  # noqa: S603 - git
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)  # noqa: S603 - git
             return done.stdout.strip()
     return ""
 

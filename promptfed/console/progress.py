@@ -54,15 +54,15 @@ def means_of(report: RoundReport, role: Role) -> dict[str, float]:
 def describe_round(report: RoundReport) -> str:
     """``round 3: loss 0.412, accuracy 61.2 % (zero-shot 33.4 %), unseen 40.0 %, 1.8 s``."""
     loss = loss_of(report)
-    told = [] if loss is None else [f"loss {loss:.4g}"]
+    parts = [] if loss is None else [f"loss {loss:.4g}"]
     for role, label in LABELS.items():
         mean = means_of(report, role)
         if "accuracy" in mean:
             template = f" (zero-shot {percent(mean['zero_shot'])})" if "zero_shot" in mean else ""
-            told.append(f"{label} {percent(mean['accuracy'])}{template}")
+            parts.append(f"{label} {percent(mean['accuracy'])}{template}")
     if report.seconds is not None:
-        told.append(f"{report.seconds:.1f} s")
-    return f"round {report.round}: {', '.join(told) or 'over'}"
+        parts.append(f"{report.seconds:.1f} s")
+    return f"round {report.round}: {', '.join(parts) or 'over'}"
 
 
 @dataclass(frozen=True)
@@ -174,12 +174,12 @@ class Watcher:
         if not self._plain or key != self._last or snapshot.ended:
             left = self._progress.tasks[0].time_remaining or 0.0
             words = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
-            told = f"; about {words} left" if left else ""
+            remaining = f"; about {words} left" if left else ""
             running = snapshot.state == "running"
             if snapshot.ended is not None:  # a log gets a line for each round, which says what came of it
-                self.say(snapshot.ended if self._plain or not snapshot.ended else snapshot.ended + told)
+                self.say(snapshot.ended if self._plain or not snapshot.ended else snapshot.ended + remaining)
                 return
-            self.say(f"round {snapshot.round}, {snapshot.describe()}{told}" if running else snapshot.describe())
+            self.say(f"round {snapshot.round}, {snapshot.describe()}{remaining}" if running else snapshot.describe())
         self._last = key
 
 
@@ -199,9 +199,11 @@ def result_table(accuracies: Sequence[Accuracy], title: str) -> Table:
             means = [_mean(values) for values in zip(*map(beside, members), strict=True)]
             cells = _cells(fmean(template) if template else None, members)
             rows.append([f"mean of {label}", "", *cells, _pair(means)])
-    told = any(row.majority is not None for row in accuracies)
+    has_majority = any(row.majority is not None for row in accuracies)
     columns = ["client", "domain", "zero-shot", "federated", "gain", "AUROC, most"]
-    return measured(title, columns if told else columns[:5], rows if told else [row[:5] for row in rows], accuracies)
+    return measured(
+        title, columns if has_majority else columns[:5], rows if has_majority else [row[:5] for row in rows], accuracies
+    )
 
 
 def measured(title: str, columns: list[str], rows: list[list[str]], accuracies: Sequence[Accuracy]) -> Table:
@@ -224,8 +226,8 @@ def _pair(values: Sequence[float | None]) -> str:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if numbers else None
 
 
 def _cells(zero_shot: float | None, members: Sequence[Accuracy]) -> list[str]:

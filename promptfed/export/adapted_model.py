@@ -140,9 +140,9 @@ class AdaptedModel:
             return checkpoint_of(backbone, method.merged(context, payload))
 
     def _expect(self, backbone: Backbone) -> None:
-        wanted = self.terms.backbone.fingerprint
-        if wanted != backbone.fingerprint:
-            text = f"the backbone here is {backbone.fingerprint}, the federation's was {wanted}"
+        expected = self.terms.backbone.fingerprint
+        if expected != backbone.fingerprint:
+            text = f"the backbone here is {backbone.fingerprint}, the federation's was {expected}"
             raise BadInput(f"{text}: install the same version of promptfed and of the weights")
 
     def _client_context(self, backbone: Backbone, names: tuple[str, ...]) -> ClientContext:

@@ -121,10 +121,10 @@ def _arguments(backbone: BackboneSpec) -> str:
     from open_clip import get_pretrained_cfg, is_pretrained_cfg
 
     model, weights = backbone.model, backbone.pretrained
-    given = [json.dumps(model)] + ([f"pretrained={json.dumps(weights)}"] if weights is not None else [])
+    arguments = [json.dumps(model)] + ([f"pretrained={json.dumps(weights)}"] if weights is not None else [])
     if weights is not None and is_pretrained_cfg(model, weights):
-        given += ["force_quick_gelu=True"] * bool(get_pretrained_cfg(model, weights).get("quick_gelu", False))
-    return ", ".join(given)
+        arguments += ["force_quick_gelu=True"] * bool(get_pretrained_cfg(model, weights).get("quick_gelu", False))
+    return ", ".join(arguments)
 
 
 def backbone_files(backbone: Backbone) -> dict[str, bytes]:
@@ -383,8 +383,8 @@ def _participants(participants: list[Participant]) -> str:
 
 def _greys(participants: list[Participant]) -> list[str]:
     """How each client reads grey pictures of more than 8 bits, in a line; nothing where nobody has any."""
-    told = [f"{plain_markdown(one.name)}: {scale_text(one.grey)}" for one in participants if one.grey is not None]
-    return [f"Grey pictures of more than 8 bits were read as ({'; '.join(told)})."] if told else []
+    scales = [f"{plain_markdown(one.name)}: {scale_text(one.grey)}" for one in participants if one.grey is not None]
+    return [f"Grey pictures of more than 8 bits were read as ({'; '.join(scales)})."] if scales else []
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

@@ -155,13 +155,13 @@ def _difference(runtime: Any, body: bytes, served: Served) -> float:
     worst = 0.0
     for some in (pixels, pixels[:1]):  # another number of images than was traced
         with torch.no_grad():
-            wanted = served.classifier.logits(Batch(backbone, some), torch.arange(len(some))).double()
+            expected = served.classifier.logits(Batch(backbone, some), torch.arange(len(some))).double()
         try:
             session = runtime.InferenceSession(body, providers=["CPUExecutionProvider"])
-            given = torch.from_numpy(session.run(None, {"pixels": some.numpy()})[0]).double()
+            answered = torch.from_numpy(session.run(None, {"pixels": some.numpy()})[0]).double()
         except Exception:  # onnxruntime's errors have no common class
             raise _refusal(served, "onnxruntime cannot compute its graph") from None
-        worst = max(worst, float((given - wanted).abs().max() / max(1.0, float(wanted.abs().max()))))
+        worst = max(worst, float((answered - expected).abs().max() / max(1.0, float(expected.abs().max()))))
     if not worst <= TOLERANCE:
         raise _refusal(served, f"its graph's logits differ from Python's by {worst:.1e} of the largest")
     return worst
@@ -173,8 +173,8 @@ def _refusal(served: Served, why: str) -> PromptfedError:
 
 def _described(model: AdaptedModel, served: Served, difference: float) -> dict[str, Any]:
     backbone = served.context.backbone
-    given = backbone.open_clip_config["preprocess_cfg"]
-    resize, crop = RESIZING[given["resize_mode"]]
+    preprocessing = backbone.open_clip_config["preprocess_cfg"]
+    resize, crop = RESIZING[preprocessing["resize_mode"]]
     height, width = backbone.image_size
     return {
         "method": model.terms.method,
@@ -187,12 +187,12 @@ def _described(model: AdaptedModel, served: Served, difference: float) -> dict[s
         "preprocessing": {
             "mode": "RGB",
             "resize": resize,
-            "interpolation": given["interpolation"],
+            "interpolation": preprocessing["interpolation"],
             "crop": crop,
             "size": [height, width],
             "divide_by": 255,
-            "mean": list(given["mean"]),
-            "std": list(given["std"]),
+            "mean": list(preprocessing["mean"]),
+            "std": list(preprocessing["std"]),
             # Black and white of grey pictures of more than 8 bits, before anything else: those of each trainer's data.
             "grey": [list(scale) for scale in model.greys],
         },

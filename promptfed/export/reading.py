@@ -105,8 +105,8 @@ def _pieces(folder: Path, name: str, most: int) -> Iterator[bytes]:
     for piece in _unbounded(folder, name):
         read += len(piece)
         if read > most:
-            known = f"not the one that {JSON_FILE} names: it is " if name in LISTED else ""
-            raise BadInput(f"{folder}: {name} is {known}longer than {most} bytes")
+            listed = f"not the one that {JSON_FILE} names: it is " if name in LISTED else ""
+            raise BadInput(f"{folder}: {name} is {listed}longer than {most} bytes")
         yield piece
 
 
@@ -183,9 +183,9 @@ def _card(folder: Path, body: bytes) -> Card:
         reason = why(error) if isinstance(error, JSONDecodeError | UnicodeDecodeError) else error
         text = f"{folder} is not a promptfed export ({JSON_FILE} cannot be read: {reason}): export it again"
         raise BadInput(text) from None
-    given = raw.get("format") if isinstance(raw, dict) else None
-    if given is not None and given != FORMAT:
-        text = f"{folder} is an export of format {str(given)[:100]}, this promptfed reads {FORMAT}: export it again"
+    version = raw.get("format") if isinstance(raw, dict) else None
+    if version is not None and version != FORMAT:
+        text = f"{folder} is an export of format {str(version)[:100]}, this promptfed reads {FORMAT}: export it again"
         raise BadInput(text)
     try:
         return Card.model_validate(raw, extra="ignore")

@@ -188,8 +188,8 @@ def continued(folder: Path, given: Mapping[str, Any], key: str | None = None) ->
     else:
         _expect_protection(opened, given)
     state = {name: tensor for name, tensor in opened.state.items() if name not in FORMER_SUMS}
-    own = {"continues": state_hash(state), "origin": _origin(opened)}
-    raw = merged(_spec(opened), dict(given)) | own
+    origin = {"continues": state_hash(state), "origin": _origin(opened)}
+    raw = merged(_spec(opened), dict(given)) | origin
     _expect_fit(resolve_spec(raw), state)
     return raw, encode(state)
 
@@ -222,9 +222,9 @@ def _spec(opened: OpenedExport) -> dict[str, Any]:
         "seed",
         "licence",
     }
-    known = card.model_dump(mode="json", include=fields, exclude_none=True, exclude_unset=True)
+    settings = card.model_dump(mode="json", include=fields, exclude_none=True, exclude_unset=True)
     task = {TASK: card.method[TASK]} if TASK in card.method else {}
-    return {"name": card.federation.name} | known | task
+    return {"name": card.federation.name} | settings | task
 
 
 def _expect_fit(spec: FederationSpec, state: Tensors) -> None:

@@ -135,10 +135,10 @@ class Result:
         """
         outcomes = [outcome for outcome in self.taken.outcomes if outcome.split == split]
         if not outcomes:
-            known = sorted({outcome.split for outcome in self.taken.outcomes})
+            splits = sorted({outcome.split for outcome in self.taken.outcomes})
             why = (
-                f"there are {', '.join(known)}"
-                if known
+                f"there are {', '.join(splits)}"
+                if splits
                 else "only a federation in this process (promptfed.run) has any"
             )
             raise BadInput(f"there are no answers on {split!r}: {why}")
@@ -250,8 +250,8 @@ def _own(accuracies: Sequence[Accuracy], role: Role) -> list[Accuracy]:
 
 def _mean(rows: Sequence[Accuracy], column: Column) -> float | None:
     values = [row.accuracy if column == "adapted" else row.zero_shot for row in rows]
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if numbers else None
 
 
 def _bytes(image: Image | Path | str | bytes) -> bytes:

@@ -86,9 +86,9 @@ def run(
     """
     sources, named = SharedSources(), _named(method)
     sites = _described(_all_sites(sources, data, unseen, tests or {}), domains or {})
-    asked = {"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named}
-    asked |= {} if backbone is None else {"backbone": spelt(backbone)}
-    resolved = resolve_spec(completed(asked, sites, lambda uri, role: sources.open(uri, role).class_names)[0])
+    raw = {"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named}
+    raw |= {} if backbone is None else {"backbone": spelt(backbone)}
+    resolved = resolve_spec(completed(raw, sites, lambda uri, role: sources.open(uri, role).class_names)[0])
     file = Path(backbone_file) if backbone_file is not None else None
     model = backbone if isinstance(backbone, Backbone) else None
     if model is not None and file is not None:
@@ -220,10 +220,10 @@ class Connection:
         from promptfed.shared.methods.core.spec_backbone import with_backbone
 
         named = {"name": method} if isinstance(method, str) else method
-        asked = spec | {"name": name, "method": named}
-        resolved, initial_state = with_backbone(resolve_spec(asked), allow_backbone)
-        asked["backbone"] = resolved.backbone.model_dump(mode="json", exclude_unset=True)
-        created = self._api.run(operations.create(asked, initial_state))
+        raw = spec | {"name": name, "method": named}
+        resolved, initial_state = with_backbone(resolve_spec(raw), allow_backbone)
+        raw["backbone"] = resolved.backbone.model_dump(mode="json", exclude_unset=True)
+        created = self._api.run(operations.create(raw, initial_state))
         return Federation(self._api, created.json["id"], allow_backbone)
 
     def federation(self, name: str) -> Federation:

@@ -169,9 +169,9 @@ class Managed:
         """Start the command; its output is appended to the log."""
         # The process gets its own session: Ctrl-C reaches only this command, which ends its processes in order.
         if self.starter is not None and self.command[1:3] == CLIENT:
-            given = {"arguments": self.command[3:], "log": str(self.log), "environment": self.environment}
+            options = {"arguments": self.command[3:], "log": str(self.log), "environment": self.environment}
             with suppress(OSError, ValueError):
-                self.process = Forked(self.starter, **given)
+                self.process = Forked(self.starter, **options)
                 return
         with self.log.open("ab") as output, interrupts_wait():
             self.process = subprocess.Popen(  # noqa: S603 (our own interpreter and modules)

@@ -210,8 +210,8 @@ def take(federation: str, round: int | None = None) -> Operation[FederationResul
     state_hash = state.headers["etag"].strip('"')
     _check(state.body, state_hash)
     facts = yield from _one(get_card(federation, round))
-    known = [report for report in reports if report["round"] <= round]
-    return FederationResult(so_far.status, known, facts.json, round, state.body, state_hash)
+    until_round = [report for report in reports if report["round"] <= round]
+    return FederationResult(so_far.status, until_round, facts.json, round, state.body, state_hash)
 
 
 def clients_of(pages: list[Answer[schemas.ClientPage]]) -> list[schemas.ClientView]:

@@ -87,8 +87,8 @@ def trained(tensors: Tensors, name: str, task: dict[str, Any], expected: Expecte
         start = {key: torch.zeros(shape, dtype=getattr(torch, dtype)) for key, (shape, dtype) in expected.items()}
         start |= {key: tensors[key] for key in start if key in tensors and tensors[key].shape == start[key].shape}
         return {key: one + (0.1 * torch.randn(one.shape, generator=draws)).to(one.dtype) for key, one in start.items()}
-    wanted = ASKED_FOR.get(task["phase"], tuple(tensors))
-    return {key: tensors[key] + torch.randn(tensors[key].shape, generator=draws) for key in wanted}
+    names = ASKED_FOR.get(task["phase"], tuple(tensors))
+    return {key: tensors[key] + torch.randn(tensors[key].shape, generator=draws) for key in names}
 
 
 def update_body(tensors: Tensors, task: dict[str, Any], **about: Any) -> bytes:

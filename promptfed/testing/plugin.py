@@ -97,7 +97,7 @@ def tiny_federation() -> TinyFederation:
     """
 
     def finish(method: Methodlike = "promptfl", **changes: Any) -> Result:
-        given: dict[str, Any] = {"data": TINY_DATA, "rounds": 1, "progress": False} | changes
-        return run(method, **given)
+        options: dict[str, Any] = {"data": TINY_DATA, "rounds": 1, "progress": False} | changes
+        return run(method, **options)
 
     return finish

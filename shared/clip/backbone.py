@@ -436,19 +436,22 @@ class Backbone:
 
     def _check_context(self, context: Tensor, prompts: ClassPrompts, per_class: bool) -> tuple[int, ...]:
         """The context's leading dims. BackboneError if the shape does not fit."""
-        wanted = ((len(prompts),) if per_class else ()) + (prompts.context_length, self.d_t)
-        if context.ndim < len(wanted) or tuple(context.shape[-len(wanted) :]) != wanted:
-            raise BackboneError(f"A context of shape {tuple(context.shape)} does not fit: (..., *{wanted}) is needed.")
-        return tuple(context.shape[: context.ndim - len(wanted)])
+        expected = ((len(prompts),) if per_class else ()) + (prompts.context_length, self.d_t)
+        if context.ndim < len(expected) or tuple(context.shape[-len(expected) :]) != expected:
+            raise BackboneError(
+                f"A context of shape {tuple(context.shape)} does not fit: (..., *{expected}) is needed."
+            )
+        return tuple(context.shape[: context.ndim - len(expected)])
 
     def _flat_deep(self, deep: Tensor, prompts: ClassPrompts, lead: tuple[int, ...]) -> Tensor:
         """`(N, depth, m, d_t)`."""
-        wanted = (prompts.context_length, self.d_t)
-        fits = deep.ndim >= 3 and tuple(deep.shape[-2:]) == wanted and 1 <= deep.shape[-3] < self.text_layers
+        expected = (prompts.context_length, self.d_t)
+        fits = deep.ndim >= 3 and tuple(deep.shape[-2:]) == expected and 1 <= deep.shape[-3] < self.text_layers
         if not fits or tuple(deep.shape[:-3]) not in ((), lead):
             raise BackboneError(
-                f"Deep prompts of shape {tuple(deep.shape)} do not fit: (depth, {wanted[0]}, {wanted[1]}) with a depth "
-                f"of 1 to {self.text_layers - 1} is needed, behind no leading dims or those of the context, {lead}."
+                f"Deep prompts of shape {tuple(deep.shape)} do not fit: (depth, {expected[0]}, {expected[1]}) with a "
+                f"depth of 1 to {self.text_layers - 1} is needed, behind no leading dims or those of the context, "
+                f"{lead}."
             )
         return deep.expand(*lead, *deep.shape[-3:]).reshape(-1, *deep.shape[-3:])
 

@@ -117,16 +117,16 @@ class RowCache(ABC):
             folder = self._folder(backbone)
             for start in range(0, len(indices), PART):
                 part = indices[start : start + PART]
-                wanted = _by_digest(split, part)
-                rows = {digest: folder.held[digest] for digest in wanted if digest in folder.held}
-                rows |= self._compute(backbone, folder, split, self._missing(folder, _without(wanted, rows)), done)
-                rows |= folder.read(_without(wanted, rows))
-                rows |= self._compute(backbone, folder, split, _without(wanted, rows), done)  # deleted meanwhile
+                index_of = _by_digest(split, part)
+                rows = {digest: folder.held[digest] for digest in index_of if digest in folder.held}
+                rows |= self._compute(backbone, folder, split, self._missing(folder, _without(index_of, rows)), done)
+                rows |= folder.read(_without(index_of, rows))
+                rows |= self._compute(backbone, folder, split, _without(index_of, rows), done)  # deleted meanwhile
                 if self.in_memory:
-                    for digest in _without(wanted, folder.held):
+                    for digest in _without(index_of, folder.held):
                         folder.held.add(digest, rows[digest])
                 if self._max_bytes is not None:
-                    folder.touch(wanted)
+                    folder.touch(index_of)
                 whole[start : start + PART] = torch.stack([rows[split.digest(index)] for index in part])
         return whole
 
@@ -330,7 +330,7 @@ def features_in(given: Path | None, usual: Path, uris: Iterable[str], patches: b
     """
     if given is None and not patches and all_drawn(uris):
         with suppress(OSError, RuntimeError):  # no home, or none that can be written to
-            own = machine.own_folder(machine.user_cache("features") / __version__)
-            if os.access(own, os.W_OK) and shutil.disk_usage(own).free > OWN_BYTES:
-                return FeatureCache(own, max_bytes=OWN_BYTES)
+            folder = machine.own_folder(machine.user_cache("features") / __version__)
+            if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > OWN_BYTES:
+                return FeatureCache(folder, max_bytes=OWN_BYTES)
     return FeatureCache(given or usual)

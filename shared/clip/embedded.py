@@ -104,17 +104,17 @@ class Embedded:
         """
         from safetensors.torch import load_file
 
-        own = load_file(self.weights_path())
-        if KNOWN not in own and not self.from_tiny:
-            return own
+        tensors = load_file(self.weights_path())
+        if KNOWN not in tensors and not self.from_tiny:
+            return tensors
         shared = load_file(tiny.weights_path())
-        own |= {name: shared[name] for name in self.from_tiny}
-        if KNOWN in own:
-            ids, rows = own.pop(KNOWN).long(), own.pop(ROWS)
-            own[TABLE] = drawn_rows(shared[TABLE], rows.shape[1]).index_put((ids,), rows)
+        tensors |= {name: shared[name] for name in self.from_tiny}
+        if KNOWN in tensors:
+            ids, rows = tensors.pop(KNOWN).long(), tensors.pop(ROWS)
+            tensors[TABLE] = drawn_rows(shared[TABLE], rows.shape[1]).index_put((ids,), rows)
         if self.tower is not None:  # the classifier is the file's end
-            own |= zip((name for name in names if name.startswith(TRUNK)), self.tower.read(given), strict=False)
-        return own
+            tensors |= zip((name for name in names if name.startswith(TRUNK)), self.tower.read(given), strict=False)
+        return tensors
 
 
 def drawn_rows(table: Tensor, width: int) -> Tensor:

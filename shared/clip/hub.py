@@ -23,18 +23,18 @@ def expect_at_hand(model: str, tag: str) -> None:
     from open_clip import get_pretrained_cfg
     from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
 
-    known: Mapping[str, Any] = get_pretrained_cfg(model, tag)
-    if "file" in known or not (known.get("hf_hub") or known.get("url")):
+    config: Mapping[str, Any] = get_pretrained_cfg(model, tag)
+    if "file" in config or not (config.get("hf_hub") or config.get("url")):
         return
-    repository, _, file = str(known.get("hf_hub") or "").rpartition("/")
+    repository, _, file = str(config.get("hf_hub") or "").rpartition("/")
     if repository:
         if any(is_cached(repository, name) for name in ([file] if file else [HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME])):
             return
         address, bring = endpoint(), f"hf download {repository} {file or HF_SAFE_WEIGHTS_NAME}"
     else:
-        if (Path("~/.cache/clip").expanduser() / os.path.basename(known["url"])).is_file():
+        if (Path("~/.cache/clip").expanduser() / os.path.basename(config["url"])).is_file():
             return
-        address, bring = str(known["url"]), f"curl -LO {known['url']}"
+        address, bring = str(config["url"]), f"curl -LO {config['url']}"
     why = unreachable(address)
     if why is not None:
         text = f"The weights {tag!r} of {model} are not on this machine, and {urlsplit(address).netloc} {why}"

@@ -233,8 +233,8 @@ def load_timm(
             built = timm.create_model(name + tag, pretrained=bool(tag), num_classes=0)
         _expect_plain(name, built)
         if own_weights is not None:  # without a classifier, which the client's head replaces
-            own = read_weights(own_weights)
-            built.load_state_dict({key: value for key, value in own.items() if not key.startswith(CLASSIFIER)})
+            file_weights = read_weights(own_weights)
+            built.load_state_dict({key: value for key, value in file_weights.items() if not key.startswith(CLASSIFIER)})
         built = built.to(device=device, dtype=_dtype(precision))
     backbone = VisualBackbone(
         built,
@@ -428,9 +428,13 @@ def _with_file(model: str, pretrained: str | None) -> tuple[str, None, dict[str,
     model = model.replace("/", "-")
     if model not in list_models():
         raise BackboneError(f"open_clip has no model {model!r}{near(model, list_models())}.")
-    known = get_pretrained_cfg(model, pretrained or "") or _published_preparation(model)
-    options: dict[str, Any] = {"force_quick_gelu": True} if known.get("quick_gelu", False) else {}
-    return model, None, options | {"force_preprocess_cfg": {key: known[key] for key in PREPROCESSING if key in known}}
+    preparation = get_pretrained_cfg(model, pretrained or "") or _published_preparation(model)
+    options: dict[str, Any] = {"force_quick_gelu": True} if preparation.get("quick_gelu", False) else {}
+    return (
+        model,
+        None,
+        options | {"force_preprocess_cfg": {key: preparation[key] for key in PREPROCESSING if key in preparation}},
+    )
 
 
 def _published_preparation(model: str) -> dict[str, Any]:

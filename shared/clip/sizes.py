@@ -22,8 +22,8 @@ def shape_by_name(model: str) -> BackboneShape | None:
         return None
     text, vision = config["text_cfg"], config["vision_cfg"]
     if model in EMBEDDED and "timm_model_name" in vision:
-        given = {"text_layers": text["layers"], "context_length": text["context_length"], "heads_t": text["heads"]}
-        return BackboneShape(d_t=text["width"], d_e=config["embed_dim"], **given)
+        text_sizes = {"text_layers": text["layers"], "context_length": text["context_length"], "heads_t": text["heads"]}
+        return BackboneShape(d_t=text["width"], d_e=config["embed_dim"], **text_sizes)
     if "hf_model_name" in text or "timm_model_name" in vision or not isinstance(vision.get("layers"), int):
         return None
     return _shape(config["embed_dim"], text, vision)

@@ -60,12 +60,12 @@ def _byte_pairs() -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    known = sys.modules.get("ftfy")
-    sys.modules["ftfy"] = known or _ftfy()
+    imported = sys.modules.get("ftfy")
+    sys.modules["ftfy"] = imported or _ftfy()
     try:
         spec.loader.exec_module(module)
     finally:
-        if known is None:
+        if imported is None:
             del sys.modules["ftfy"]
     return module._tokenizer
 

@@ -194,8 +194,8 @@ class FedAPT(pf.Method):
 
     def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
         """A new domain's key, and a row of Q that is zero."""
-        known = state[DOMAINS.name].tolist()
-        if client.role != "trainer" or key_of(client) in known:
+        rows = state[DOMAINS.name].tolist()
+        if client.role != "trainer" or key_of(client) in rows:
             return state
         domain = key_of(client)
         key = self._key(context, domain, self.dims(context))
@@ -203,7 +203,7 @@ class FedAPT(pf.Method):
         return state | {
             QUERY.name: xp.concat([query, xp.zeros((1, query.shape[1]), dtype=query.dtype)]),
             KEYS.name: xp.concat([state[KEYS.name], key[None]]),
-            DOMAINS.name: xp.asarray([*known, domain], dtype=xp.int64),
+            DOMAINS.name: xp.asarray([*rows, domain], dtype=xp.int64),
         }
 
     def payload(

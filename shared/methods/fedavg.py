@@ -123,11 +123,11 @@ class FedAvg(WeightMethod):
         """Δ + the mean of the changes, by samples or by the adjusted weights."""
         if not self.adjusts:
             return super().aggregate(state, phase, updates, combine, context)
-        given = list(updates)  # mapped from files where they are large
-        gaps = {update.client: float(update.tensors[GAP.name]) for update in given}
+        counted = list(updates)  # mapped from files where they are large
+        gaps = {update.client: float(update.tensors[GAP.name]) for update in counted}
         after, shares = generalization.adjusted(state, gaps, context, centred=self.hyper.centred)
         weighed = (
-            pf.ClientUpdate(update.client, shares[update.client], _without_gap(update.tensors)) for update in given
+            pf.ClientUpdate(update.client, shares[update.client], _without_gap(update.tensors)) for update in counted
         )
         return super().aggregate(state, phase, weighed, combine, context) | after
 
@@ -275,11 +275,11 @@ class FedBABU(PrivateHeadMethod):
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Classifies with the tuned copy, which serves all label spaces of an evaluation."""
         rate = self.hyper.finetune_learning_rate or context.training.learning_rate
-        own = context.for_tuning(self.hyper.finetune_epochs, rate)
+        tuning = context.for_tuning(self.hyper.finetune_epochs, rate)
         with torch.enable_grad():  # evaluations run without gradients
-            tower = self.tower(own, payload, private).trainable()
-            head = self.start_head(own, payload, private).trainable(own.backbone.device)
-            self.fit(own, tower, head)
+            tower = self.tower(tuning, payload, private).trainable()
+            head = self.start_head(tuning, payload, private).trainable(tuning.backbone.device)
+            self.fit(tuning, tower, head)
         return TunedTowerClassifier(partial(self.classify, tower, head), context)
 
     def start_head(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> LinearHead:
@@ -378,12 +378,12 @@ class PerFedAvg(WeightMethod):
         values: list[Tensor] = []
         for epoch in range(context.training.epochs):
             draws = pf.generator(context.seed, context.round, context.phase, context.client, "batches", epoch)
-            given = list(batches(count, size, 1, draws))
+            in_order = list(batches(count, size, 1, draws))
             values = []
-            for first, second in zip(given[::2], given[1::2], strict=False):
+            for first, second in zip(in_order[::2], in_order[1::2], strict=False):
                 if context.cancelled():
                     raise TaskCancelled
-                context.progress((epoch + 2 * len(values) / len(given)) / context.training.epochs)
+                context.progress((epoch + 2 * len(values) / len(in_order)) / context.training.epochs)
                 values.append(step(loss, parameters, first, second, alphas, betas))
         mean = float(torch.stack(values).double().mean())
         if not math.isfinite(mean):
@@ -394,15 +394,15 @@ class PerFedAvg(WeightMethod):
         """With the copy that ``adapt_steps`` on own training images lead to; evaluators with the global weights."""
         if not len(context.train):
             return super().classifier(context, payload, private)
-        own = context.for_training()
+        tuning = context.for_training()
         with torch.enable_grad():  # evaluations run without gradients
-            tower = self.tower(own, payload, private).trainable()
-            begun = self.start_head(own, payload, private)
-            head = begun.trainable(own.backbone.device)
-            loss, parameters = self._loss(own, tower, head), [*tower.leaves.values(), *head.parameters]
-            draws = pf.generator(own.seed, own.round, own.client, "adapt")
-            alphas, _ = self._rates(own, tower, head)
-            endless = batches(len(own.train), own.training.batch_size, self.hyper.adapt_steps, draws)
+            tower = self.tower(tuning, payload, private).trainable()
+            begun = self.start_head(tuning, payload, private)
+            head = begun.trainable(tuning.backbone.device)
+            loss, parameters = self._loss(tuning, tower, head), [*tower.leaves.values(), *head.parameters]
+            draws = pf.generator(tuning.seed, tuning.round, tuning.client, "adapt")
+            alphas, _ = self._rates(tuning, tower, head)
+            endless = batches(len(tuning.train), tuning.training.batch_size, self.hyper.adapt_steps, draws)
             for _, indices in zip(range(self.hyper.adapt_steps), endless, strict=False):
                 descend(parameters, torch.autograd.grad(loss(indices), parameters), alphas)
         if not isinstance(head, LinearHead):
@@ -414,8 +414,8 @@ class PerFedAvg(WeightMethod):
         beta = learning_rate(context.training, context.round, context.rounds)
         alpha = beta if self.hyper.inner_learning_rate is None else self.hyper.inner_learning_rate
         groups = self.head_groups(context, head.parameters)
-        own = [group_rate(context, group) for group in groups for _ in group.parameters]
-        return [alpha] * len(tower.leaves) + own, [beta] * len(tower.leaves) + own
+        rates = [group_rate(context, group) for group in groups for _ in group.parameters]
+        return [alpha] * len(tower.leaves) + rates, [beta] * len(tower.leaves) + rates
 
     def _loss(self, context: pf.ClientContext, tower: TrainedTower, head: Head) -> BatchLoss:
         labels = context.train.labels.to(context.backbone.device)

@@ -102,8 +102,8 @@ class FedCLIP(pf.Method):
             return loss_of(logits, labels[some])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
-            some, own = pf.sent_to(indices, device), dict(zip(adapter, copies, strict=True))
-            logits = context.backbone.logit_scale * attended_each(own, features[some]) @ text.T
+            some, adapters = pf.sent_to(indices, device), dict(zip(adapter, copies, strict=True))
+            logits = context.backbone.logit_scale * attended_each(adapters, features[some]) @ text.T
             return loss_of.each(logits, labels[some])
 
         final = pf.train(context, list(adapter.values()), loss, objective=pf.Objective(units))

@@ -82,8 +82,8 @@ class FedCLIPAdapter(pf.Method):
             return loss_of(logits, labels[rows])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
-            rows, own = pf.sent_to(indices, device), dict(zip(adapter, copies, strict=True))
-            images = self.images(own, features[rows].unsqueeze(1))
+            rows, adapters = pf.sent_to(indices, device), dict(zip(adapter, copies, strict=True))
+            images = self.images(adapters, features[rows].unsqueeze(1))
             logits = scale * (images @ text.T).squeeze(1)
             return loss_of.each(logits, labels[rows])
 

@@ -24,11 +24,11 @@ def transport_plan(
     v ← (mass/N) ⊘ (Kᵀu) in turn, a problem's last step always v's: each problem until max |v − v'| ≤ threshold·v, or
     ``iterations``.
     """
-    given = similarities.detach().flatten(0, -3) if similarities.dim() > 3 else similarities.detach()
-    if given.dim() == 2:
-        given = given.unsqueeze(0)
+    flat = similarities.detach().flatten(0, -3) if similarities.dim() > 3 else similarities.detach()
+    if flat.dim() == 2:
+        flat = flat.unsqueeze(0)
     # The shift of each prompt's column is absorbed by v exactly; with it float32 holds for an ε of 0.01.
-    kernel = torch.exp((given - given.amax(dim=-2, keepdim=True)) / epsilon)  # (P, M, N)
+    kernel = torch.exp((flat - flat.amax(dim=-2, keepdim=True)) / epsilon)  # (P, M, N)
     problems, patches, prompts = kernel.shape
     share = mass / prompts
     u = kernel.new_ones(problems, patches)

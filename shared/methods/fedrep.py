@@ -92,10 +92,10 @@ class FedRoD(WeightMethod):
 
         def loss(indices: Tensor) -> Tensor:
             features = self.features(tower, context.train.images(indices))
-            wanted = labels[pf.sent_to(indices, device)]
+            classes = labels[pf.sent_to(indices, device)]
             generic = head.logits(features)
             personal = generic.detach() + own.logits(features.detach())
-            return F.cross_entropy(generic + shares, wanted) + F.cross_entropy(personal, wanted)
+            return F.cross_entropy(generic + shares, classes) + F.cross_entropy(personal, classes)
 
         groups = self.head_groups(context, [*head.parameters, *own.parameters])
         final = pf.train(context, list(tower.leaves.values()), loss, groups=groups, reads_images=True)

@@ -71,8 +71,8 @@ class Gate:
             return rows.reshape(*rows.shape[:-1], heads, self._width // heads)
 
         query = split(self._linear("query", pooled(images, self._width)))  # (B, h, g/h)
-        known = pooled(texts, self._width)
-        key, value = split(self._linear("key", known)), split(self._linear("value", known))  # (1 + E, C, h, g/h)
+        features = pooled(texts, self._width)
+        key, value = split(self._linear("key", features)), split(self._linear("value", features))  # (1 + E, C, h, g/h)
         scores = torch.einsum("bhd,echd->bhec", query, key) * self._hyper.gate_scaling
         shares = scores.softmax(dim=2)
         return self._linear("output", torch.einsum("bhec,echd->bchd", shares, value).flatten(2))
@@ -172,20 +172,20 @@ class PFedMoAP(ClientRowsMethod):
             learned, final = pf.train_context(context, start, prompted=self.prompted(context))
             return pf.TrainResult({pf.CONTEXT.name: learned}, kept | {OWN: learned}, {"loss": final})
         device = context.backbone.device
-        own = pf.leaf(start, context.backbone)
+        context_leaf = pf.leaf(start, context.backbone)
         gate = self._gate(context, kept, trainable=True)
         prompted, others = self.prompted(context), self._texts(context, experts)
         features, labels = context.train.features(), context.train.labels.to(device)
 
         def loss(indices: Tensor) -> Tensor:
             rows = pf.sent_to(indices, device)
-            texts = torch.cat([prompted(own).unsqueeze(0), others])
+            texts = torch.cat([prompted(context_leaf).unsqueeze(0), others])
             return F.cross_entropy(gate.logits(features[rows], texts), labels[rows])
 
         group = pf.Group(list(gate.parameters.values()), self.hyper.gate_learning_rate, constant=True)
-        final = pf.train(context, [own], loss, groups=[group])
+        final = pf.train(context, [context_leaf], loss, groups=[group])
         trained = {GATE + name: value for name, value in gate.parameters.items()}
-        return pf.TrainResult({pf.CONTEXT.name: own}, trained | {OWN: own}, {"loss": final})
+        return pf.TrainResult({pf.CONTEXT.name: context_leaf}, trained | {OWN: context_leaf}, {"loss": final})
 
     def _texts(self, context: pf.ClientContext, contexts: Tensor) -> Tensor:
         """Class features ``(k, C, d_e)`` of fixed ``contexts (k, m, d_t)``."""

@@ -127,10 +127,10 @@ def gradients(kind: str, parameters: Mapping[str, Tensor], descriptors: Tensor, 
     equations 4 and 5 read with +ΔP_n walk away from P̃_n.
     """
     leaves = {name: parameters[name].detach().requires_grad_() for name in PARAMETERS[kind] if name != DESCRIPTORS}
-    own = descriptors.double().requires_grad_()
-    prompts = generate(kind, leaves, own)
+    leaf = descriptors.double().requires_grad_()
+    prompts = generate(kind, leaves, leaf)
     if DESCRIPTORS in PARAMETERS[kind]:
-        leaves[DESCRIPTORS] = own
+        leaves[DESCRIPTORS] = leaf
     slopes = torch.autograd.grad(prompts, list(leaves.values()), grad_outputs=-deltas.double())
     return {name: gradient.float() for name, gradient in zip(leaves, slopes, strict=True)}
 

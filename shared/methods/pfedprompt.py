@@ -52,9 +52,9 @@ class Memory:
 def density(images: Tensor, memory: Memory, beta: float, classes: int) -> Tensor:
     """Σ_j exp(−β(1 − ⟨f, F_j⟩))·[y_j = c] ``(B, C)`` of image features f ``(B, d_e)``: what the memory adds to w."""
     nearness = torch.exp(-beta * (1 - images @ memory.features.T))
-    known = memory.labels >= 0
-    one_hot = F.one_hot(memory.labels[known], classes).to(nearness.dtype)
-    return nearness[:, known] @ one_hot
+    labelled = memory.labels >= 0
+    one_hot = F.one_hot(memory.labels[labelled], classes).to(nearness.dtype)
+    return nearness[:, labelled] @ one_hot
 
 
 class MemoryClassifier:

@@ -225,8 +225,8 @@ class Plan(pf.Method):
 
     def _nobodys_prompts(self, dims: Mapping[str, int], xp: Any) -> Tensors:
         specs = [clients_prompts_of(modality) for modality in self.attentive] + ([OWNERS] if self.attentive else [])
-        known = {**dims, "K": 0}
-        return {spec.name: xp.zeros(spec.resolve(known), dtype=getattr(xp, spec.dtype)) for spec in specs}
+        sizes = {**dims, "K": 0}
+        return {spec.name: xp.zeros(spec.resolve(sizes), dtype=getattr(xp, spec.dtype)) for spec in specs}
 
     def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """What the phase names; for an evaluation the global prompts."""

@@ -228,8 +228,8 @@ class PromptFLPer(PrivateContextMethod):
     @property
     def shared_length(self) -> int:
         """``m_s``."""
-        given = self.hyper.shared_tokens
-        return self.length // 2 if given is None else given
+        shared = self.hyper.shared_tokens
+        return self.length // 2 if shared is None else shared
 
     def check(self, spec: pf.FederationSpec) -> None:
         """Both parts must have a vector."""
@@ -327,8 +327,8 @@ class FedKgCoOp(PromptFL):
 
     def penalty(self, context: pf.ClientContext, start: Tensor) -> pf.Penalty:
         """w·(1 − mean cosine) of text features ``(C, d_e)``."""
-        known = pf.template_features(context.backbone, context.template, context.class_names)
-        return lambda learned, text: self.hyper.w * (1 - (text * known).sum(dim=-1).mean())
+        templates = pf.template_features(context.backbone, context.template, context.class_names)
+        return lambda learned, text: self.hyper.w * (1 - (text * templates).sum(dim=-1).mean())
 
 
 class PromptFolioHyper(pf.WordsHyper):

@@ -156,9 +156,9 @@ def precision_estimate(truth: NDArray[np.bool_], scores: Floats, groups: Sequenc
     from scipy import special
 
     value = float(average_precision(truth, scores, np.ones((1, len(truth))))[0])
-    own = range(len(truth)) if groups is None else groups
-    number = {group: k for k, group in enumerate(dict.fromkeys(own))}  # not by names, which differ between files
-    place = np.array([number[group] for group in own])
+    units_of = range(len(truth)) if groups is None else groups
+    number = {group: k for k, group in enumerate(dict.fromkeys(units_of))}  # not by names, which differ between files
+    place = np.array([number[group] for group in units_of])
     units, draws, values = len(number), np.random.default_rng(0), []
     rows = max(1, _CELLS // len(truth))
     for start in range(0, DRAWS, rows):

@@ -19,13 +19,13 @@ Floats = NDArray[np.float64]
 
 def finite(numbers: ArrayLike) -> NDArray[np.float64]:
     """The numbers as float64. Raises ValueError if one is not finite: no order of it is right."""
-    known = np.asarray(numbers, dtype=float)
-    if not np.isfinite(known).all():
-        wrong = int((~np.isfinite(known)).sum())
+    array = np.asarray(numbers, dtype=float)
+    if not np.isfinite(array).all():
+        wrong = int((~np.isfinite(array)).sum())
         raise ValueError(
-            f"{wrong} of {known.size} scores are not finite: the model has diverged, or the file is damaged"
+            f"{wrong} of {array.size} scores are not finite: the model has diverged, or the file is damaged"
         )
-    return known
+    return array
 
 
 def calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> float:
@@ -59,9 +59,9 @@ def macro_f1(labels: ArrayLike, predicted: ArrayLike) -> float:
     """
     truth, answers = _pair(labels, predicted)
     size = int(max(truth.max(), answers.max())) + 1
-    told = np.bincount(truth[truth >= 0], minlength=size) + np.bincount(answers, minlength=size)
+    occurrences = np.bincount(truth[truth >= 0], minlength=size) + np.bincount(answers, minlength=size)
     hits = np.bincount(truth[truth == answers], minlength=size)
-    return float(np.mean(2 * hits[told > 0] / told[told > 0]))
+    return float(np.mean(2 * hits[occurrences > 0] / occurrences[occurrences > 0]))
 
 
 def mean_auroc(labels: ArrayLike, probabilities: ArrayLike) -> float | None:
@@ -73,10 +73,10 @@ def mean_auroc(labels: ArrayLike, probabilities: ArrayLike) -> float | None:
 
     truth, found = np.asarray(labels), []
     for k, scores in enumerate(np.asarray(probabilities).T):
-        own = truth == k
-        n, others = int(own.sum()), int((~own).sum())
+        of_class = truth == k
+        n, others = int(of_class.sum()), int((~of_class).sum())
         if n and others:
-            found.append((float(rankdata(scores)[own].sum()) - n * (n + 1) / 2) / (n * others))
+            found.append((float(rankdata(scores)[of_class].sum()) - n * (n + 1) / 2) / (n * others))
     return float(np.mean(found)) if found else None
 
 
@@ -96,8 +96,8 @@ def fitted_temperature(labels: ArrayLike, logits: ArrayLike) -> float:
 
 def largest_share(classes: ArrayLike) -> float:
     """The share of the most frequent of ``classes (N,)``; −1 is none of them."""
-    known = np.asarray(classes, dtype=np.int64)
-    return float(np.bincount(known[known >= 0], minlength=1).max()) / len(known)
+    indices = np.asarray(classes, dtype=np.int64)
+    return float(np.bincount(indices[indices >= 0], minlength=1).max()) / len(indices)
 
 
 def nearly_one_class(one_answer: float | None, majority: float | None = None) -> bool:
@@ -143,8 +143,8 @@ def mean_average_precision(labels: ArrayLike, scores: ArrayLike) -> float | None
     truth, said = np.asarray(labels), finite(scores)
     found = []
     for k in range(truth.shape[1]):
-        known = truth[:, k] >= 0
-        own = truth[known, k] == 1
-        if own.any() and not own.all():
-            found.append(float(average_precision(own, said[known, k], np.ones((1, len(own))))[0]))
+        labelled = truth[:, k] >= 0
+        present = truth[labelled, k] == 1
+        if present.any() and not present.all():
+            found.append(float(average_precision(present, said[labelled, k], np.ones((1, len(present))))[0]))
     return float(np.mean(found)) if found else None

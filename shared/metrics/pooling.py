@@ -72,12 +72,12 @@ def pool_estimates(estimates: Sequence[Estimate]) -> Pooled | None:
     """The mean of figures between 0 and 1, pooled as logits; sites without a sound standard error are left out."""
     from scipy.special import expit, logit
 
-    known = [(each.value, each.se) for each in estimates if each.se is not None and LEAST_SE <= each.se <= MOST_SE]
-    if len(known) < 2:
+    usable = [(each.value, each.se) for each in estimates if each.se is not None and LEAST_SE <= each.se <= MOST_SE]
+    if len(usable) < 2:
         return None
     # A proportion of 0 or 1 keeps a finite logit: it moves by the half case that its standard error counts.
-    logits = [logit(value) if 0 < value < 1 else _edge(value, se) for value, se in known]
-    pooled = pool(np.clip(logits, -MOST_LOGIT, MOST_LOGIT), [se * se for _, se in known])
+    logits = [logit(value) if 0 < value < 1 else _edge(value, se) for value, se in usable]
+    pooled = pool(np.clip(logits, -MOST_LOGIT, MOST_LOGIT), [se * se for _, se in usable])
     mean, low, high = map(float, expit([pooled.mean, pooled.low, pooled.high]))
     ahead = None if pooled.prediction is None else tuple(map(float, expit(pooled.prediction)))
     return pooled.model_copy(update={"mean": mean, "low": low, "high": high, "prediction": ahead})

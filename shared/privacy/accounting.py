@@ -256,8 +256,8 @@ class Accountant:
 def _read(cache: Path) -> dict[str, float]:
     """The results of earlier processes; empty if the file is missing or unreadable."""
     try:
-        known = json.loads(cache.read_bytes())
-        return {str(key): float(value) for key, value in known.items()}
+        cached = json.loads(cache.read_bytes())
+        return {str(key): float(value) for key, value in cached.items()}
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return {}
 

@@ -32,10 +32,10 @@ def pair_mask(mask_key: bytes, peer: bytes, roster_sha256: bytes, count: int) ->
     Raises:
         SecureError: ``bad-roster`` if ``peer`` is not a valid key.
     """
-    own = public_of(mask_key)
-    first, second = sorted((own, peer))
+    public = public_of(mask_key)
+    first, second = sorted((public, peer))
     stream = words(derive(agree(mask_key, peer), "mask", roster_sha256, first, second), count)
-    return stream if own == first else np.uint64(0) - stream
+    return stream if public == first else np.uint64(0) - stream
 
 
 def masked(vector: Words, seed: bytes, mask_key: bytes, peers: Iterable[bytes], roster_sha256: bytes) -> Words:

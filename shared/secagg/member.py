@@ -131,8 +131,8 @@ def open_boxes(own: Secrets, roster: Roster, place: int, job: MaskJob, limits: L
             open, or its shares do not match the sender's commitments.
     """
     sharing = expect_set(roster, job.sharing, place, limits)
-    wanted = [other for other in roster.others(place) if other in sharing]
-    if any([sender for sender, _ in given] != wanted for given in (job.boxes, job.commitments)):
+    senders = [other for other in roster.others(place) if other in sharing]
+    if any([sender for sender, _ in given] != senders for given in (job.boxes, job.commitments)):
         raise SecureError("bad-shares", "the boxes are not exactly those of the others that have shared")
     committed = dict(job.commitments)
     pairs, false = dict[int, Pair](), list[str]()
@@ -195,9 +195,9 @@ def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits
     if effective < limits.min_effective:
         text = f"the sum would count as one of {effective:.2f} clients of equal weight; {limits.min_effective:g} are"
         raise SecureError("policy-effective", f"{text} the least: take aggregation.weighting uniform")
-    known = _listed(roster, chosen - {place}, limits)
-    if known < limits.verified:
-        text = f"{known} of the sum's other members are among this site's peers; {limits.verified} have to be"
+    listed = _listed(roster, chosen - {place}, limits)
+    if listed < limits.verified:
+        text = f"{listed} of the sum's other members are among this site's peers; {limits.verified} have to be"
         raise SecureError("policy-peers", f"{text} (secure_aggregation.verified)")
     return chosen
 
@@ -240,9 +240,9 @@ def reveal_shares(
         SecureError: ``bad-roster`` if fewer clients than the threshold have signed this client's list.
     """
     digest = alive_digest([roster.hashes[member] for member in confirm.alive])
-    known = [signer for signer, signature in job.signatures if _has_signed(roster, place, signer, digest, signature)]
-    if len(known) < len(job.signatures) or len(set(known)) < len(known) or len(known) < roster.threshold:
-        text = f"{len(set(known))} of {len(job.signatures)} signatures are of this client's own list"
+    signers = [signer for signer, signature in job.signatures if _has_signed(roster, place, signer, digest, signature)]
+    if len(signers) < len(job.signatures) or len(set(signers)) < len(signers) or len(signers) < roster.threshold:
+        text = f"{len(set(signers))} of {len(job.signatures)} signatures are of this client's own list"
         raise SecureError("bad-roster", f"{text}; {roster.threshold} are needed")
     alive, dropped = set(confirm.alive), set(confirm.dropped)
     assert not alive & dropped, "nobody's seed and mask key are both told"

@@ -168,8 +168,8 @@ def alive_digest(hashes: list[bytes]) -> str:
 
 def effective_clients(weights: Iterable[float]) -> float:
     """As how many clients of equal weight these count: (Σ a)²/Σ a²."""
-    given = list(weights)
-    return sum(given) ** 2 / sum(weight**2 for weight in given)
+    values = list(weights)
+    return sum(values) ** 2 / sum(weight**2 for weight in values)
 
 
 def too_heavy(samples: Mapping[str, int], rule: Weighting) -> list[str]:

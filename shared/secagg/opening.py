@@ -39,8 +39,8 @@ def unfit(answers: Mapping[str, KeysAnswer], spec: SecureAggregationSpec, rule: 
         for kind in ("policy-effective", "policy-peers"):
             reasons = [error for error in against.values() if error.kind == kind]
             if 2 * len(reasons) > len(left) and (one := _cause(left, kind, rule)) is not None:
-                told = "too-heavy" if kind == "policy-effective" else kind
-                against = {one: SecureError(told, f"most other members would refuse a sum with it: {reasons[0]}")}
+                reported = "too-heavy" if kind == "policy-effective" else kind
+                against = {one: SecureError(reported, f"most other members would refuse a sum with it: {reasons[0]}")}
         out |= against
         left = {name: answer for name, answer in left.items() if name not in against}
     return out
@@ -79,13 +79,13 @@ def _cause(answers: Mapping[str, KeysAnswer], kind: str, rule: Weighting) -> str
 
 def check_shares(roster: Roster, place: int, answer: SharesAnswer) -> None:
     """Raise SecureError (``bad-exchange``) if the boxes cannot come from ``place``."""
-    wanted = len(roster.others(place))
+    others = len(roster.others(place))
     if answer.roster_sha256 != roster.sha256.hex():
         raise SecureError("wrong-roster", "the shares are for another roster")
-    if len(answer.boxes) != wanted or any(len(box) != 2 * SHARE_BYTES + 16 for box in answer.boxes):
-        raise SecureError("bad-exchange", f"{wanted} boxes of {2 * SHARE_BYTES + 16} bytes are expected")
-    if len(answer.commitments) != wanted + 1 or any(len(own) != COMMITMENT_BYTES for own in answer.commitments):
-        raise SecureError("bad-exchange", f"{wanted + 1} commitments of {COMMITMENT_BYTES} bytes are expected")
+    if len(answer.boxes) != others or any(len(box) != 2 * SHARE_BYTES + 16 for box in answer.boxes):
+        raise SecureError("bad-exchange", f"{others} boxes of {2 * SHARE_BYTES + 16} bytes are expected")
+    if len(answer.commitments) != others + 1 or any(len(own) != COMMITMENT_BYTES for own in answer.commitments):
+        raise SecureError("bad-exchange", f"{others + 1} commitments of {COMMITMENT_BYTES} bytes are expected")
 
 
 def mask_job(roster: Roster, place: int, shares: Mapping[int, SharesAnswer]) -> MaskJob:
@@ -123,8 +123,8 @@ def check_reveal(
     roster: Roster, place: int, confirm: ConfirmJob, answer: UnmaskAnswer, shares: Mapping[int, SharesAnswer]
 ) -> None:
     """Raise SecureError (``bad-shares``) if these are not exactly the requested shares that ``place`` received."""
-    wanted = [sorted(kind) for kind in (confirm.alive, confirm.dropped)]
-    if [[owner for owner, _ in given] for given in (answer.seeds, answer.keys)] != wanted:
+    expected = [sorted(kind) for kind in (confirm.alive, confirm.dropped)]
+    if [[owner for owner, _ in given] for given in (answer.seeds, answer.keys)] != expected:
         raise SecureError(
             "bad-shares", "these are not the shares that were asked for: own masks of those who count, keys of the rest"
         )

@@ -82,8 +82,8 @@ def expect_share(roster_sha256: bytes, owner: int, holder: int, kind: int, share
         SecureError: ``bad-shares`` if the share does not match the commitment.
     """
     share_value(share)
-    wanted = committed[kind * HASH_BYTES : (kind + 1) * HASH_BYTES]
-    if _share_digest(roster_sha256, owner, holder, kind, share) != wanted:
+    expected = committed[kind * HASH_BYTES : (kind + 1) * HASH_BYTES]
+    if _share_digest(roster_sha256, owner, holder, kind, share) != expected:
         text = f"the share that entry {holder} holds of the {('seed', 'mask key')[kind]} of entry {owner}"
         raise SecureError("bad-shares", f"{text} is not the one that was committed to")
 

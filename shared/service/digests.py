@@ -50,7 +50,7 @@ def is_proven(headers: Mapping[str, str], content: bytes, partial: bool = False)
     Raises:
         Damaged: it is something else.
     """
-    told = sha256_in(headers.get(CONTENT)) or (None if partial else sha256_in(headers.get(WHOLE)))
-    if told is not None and told != hashlib.sha256(content).digest():
+    announced = sha256_in(headers.get(CONTENT)) or (None if partial else sha256_in(headers.get(WHOLE)))
+    if announced is not None and announced != hashlib.sha256(content).digest():
         raise Damaged(f"the {len(content)} bytes that arrived do not have their digest")
-    return told is not None
+    return announced is not None

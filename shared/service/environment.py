@@ -37,8 +37,8 @@ def unread_variables(settings: Mapping[str, Iterable[str]]) -> list[str]:
 
     ``settings`` are the fields that this process knows, by prefix; variables of the other services are not judged.
     """
-    known = {f"{prefix}{field}".upper() for prefix, fields in settings.items() for field in fields}
-    known |= {f"PROMPTFED_{name}" for name in SINGLE}
+    read_names = {f"{prefix}{field}".upper() for prefix, fields in settings.items() for field in fields}
+    read_names |= {f"PROMPTFED_{name}" for name in SINGLE}
     others = tuple({COORDINATOR, CLIENT} - settings.keys())
     lines = []
     for given, value in sorted(os.environ.items()):
@@ -46,9 +46,11 @@ def unread_variables(settings: Mapping[str, Iterable[str]]) -> list[str]:
         if not name.startswith("PROMPTFED_") or name.startswith(others):
             continue
         if is_of_a_link(value):
-            lines += [f"{given}={value} is of a link to a service, not a setting: it is not read"] * (name in known)
-        elif name not in known and not LINK.fullmatch(name):
-            near = get_close_matches(name, sorted(known), n=1)
+            lines += [f"{given}={value} is of a link to a service, not a setting: it is not read"] * (
+                name in read_names
+            )
+        elif name not in read_names and not LINK.fullmatch(name):
+            near = get_close_matches(name, sorted(read_names), n=1)
             lines.append(f"nothing reads the variable {given}" + (f": did you mean {near[0]}?" if near else ""))
     return lines
 

@@ -146,8 +146,8 @@ def http_options(coordinators: str, verify: ssl.SSLContext, proxy: str | None) -
     """
     options: dict[str, Any] = {"verify": verify, "follow_redirects": False, "http2": False, "trust_env": False}
     if proxy is None and not all(is_loopback(_host(address)) for address in addresses_of(coordinators)):
-        for kind in {"http", "https", "all"} & (known := getproxies()).keys():
-            proxy_parts(known[kind])
+        for kind in {"http", "https", "all"} & (proxies := getproxies()).keys():
+            proxy_parts(proxies[kind])
         options["trust_env"] = True
     elif proxy not in (None, NO_PROXY):
         import httpx  # see `trust`

@@ -61,9 +61,9 @@ def why(error: BaseException) -> str:
     """The reason of an error as the end of a sentence: of one of the system, also wrapped, of YAML, or the text."""
     cause: BaseException | None = error
     while cause is not None:
-        told = _known(cause)
-        if told is not None:
-            return told
+        reason = _known(cause)
+        if reason is not None:
+            return reason
         cause = _behind(cause)
     text = _SUFFIX.sub("", _PREFIX.sub("", " ".join(str(error).split())))
     if type(error).__name__ == "ProxyError":  # of httpx, which is not imported for this
@@ -113,8 +113,10 @@ def _known(error: BaseException) -> str | None:
     mark = getattr(error, "problem_mark", None)  # of YAML, which is not imported for this
     if mark is not None:
         problem = str(getattr(error, "problem", None))
-        told = next((words or problem for sign, words in OF_YAML.items() if sign in problem), "it cannot be understood")
-        return f"mend line {mark.line + 1}: {told}"
+        words_of_it = next(
+            (words or problem for sign, words in OF_YAML.items() if sign in problem), "it cannot be understood"
+        )
+        return f"mend line {mark.line + 1}: {words_of_it}"
     if isinstance(error, ssl.SSLCertVerificationError):
         return str(getattr(error, "verify_message", error))  # which TLS sets, and no constructor
     if isinstance(error, ssl.SSLError):

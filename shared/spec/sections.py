@@ -252,9 +252,9 @@ def capped(weights: dict[Key, float], cap: float) -> dict[Key, float]:
 
 def whole_weights(samples: Mapping[Key, int], rules: AggregationSpec | Weighting) -> dict[Key, int]:
     """Each client's weight as a whole number of 1…65,536, in the ratio of its `shares`; equal ones are all 65,536."""
-    given = shares(samples, rules)
-    largest = max(given.values(), default=1.0)
-    return {name: max(1, round(WHOLE_WEIGHT * share / largest)) for name, share in given.items()}
+    parts = shares(samples, rules)
+    largest = max(parts.values(), default=1.0)
+    return {name: max(1, round(WHOLE_WEIGHT * share / largest)) for name, share in parts.items()}
 
 
 class CompressionSpec(Section):

@@ -173,8 +173,8 @@ class BackboneShape(Section):
     def differences(self, other: BackboneShape) -> str:
         """Where ``other`` has another size than is known here, as ``d_t 64 instead of 32``; empty: nowhere."""
         sizes = other.model_dump()
-        known = {key: size for key, size in self.model_dump().items() if size not in (None, sizes[key])}
-        return ", ".join(f"{key} {sizes[key]} instead of {size}" for key, size in known.items())
+        sizes_here = {key: size for key, size in self.model_dump().items() if size not in (None, sizes[key])}
+        return ", ".join(f"{key} {sizes[key]} instead of {size}" for key, size in sizes_here.items())
 
 
 class BackboneSpec(Section):

@@ -121,8 +121,8 @@ def token(
         api.send(operations.revoke_token(federation, revoke))
         tell(as_json, {"revoked": revoke}, f"Nobody enrols with {revoke} any more.")
     else:
-        asked = {"hours": hours, "name": name, "role": role, "client": client}
-        show_minted(api.send(operations.mint_token(federation, uses, **asked)).json, out, as_json)
+        request = {"hours": hours, "name": name, "role": role, "client": client}
+        show_minted(api.send(operations.mint_token(federation, uses, **request)).json, out, as_json)
 
 
 @group.add()
@@ -139,8 +139,8 @@ def invite(
     as_json: Json = False,
 ) -> None:
     """Mint a token and print an invitation, and the command that asks a data owner for it."""
-    asked = {"hours": hours, "name": name, "role": role, "address": address or api.url}
-    minted = api.send(operations.mint_token(federation, uses, **asked)).json
+    request = {"hours": hours, "name": name, "role": role, "address": address or api.url}
+    minted = api.send(operations.mint_token(federation, uses, **request)).json
     tell(as_json, minted, f"promptfed join - --data folder:/path/to/images\n{minted['invitation']}")
 
 

@@ -151,9 +151,9 @@ def _words(chosen: Chosen) -> str:
         for gain, other in ((chosen.template_gain, "zero-shot"), (chosen.default_gain, f"{chosen.default}"))
         if gain is not None
     ]
-    own = "" if chosen.winner != chosen.default else ", which the run file names,"
+    which = "" if chosen.winner != chosen.default else ", which the run file names,"
     measured = f"{percent(chosen.accuracy)} ({counted(chosen.rounds, 'round')}, {counted(chosen.seeds, 'seed')})"
-    return f"{chosen.winner}{own} wins with {measured}" + (f": {', '.join(gains)}" if gains else "")
+    return f"{chosen.winner}{which} wins with {measured}" + (f": {', '.join(gains)}" if gains else "")
 
 
 def _points(gain: Gain) -> str:
@@ -167,10 +167,10 @@ def _points(gain: Gain) -> str:
 
 def _seeds(text: str) -> tuple[int, ...]:
     """Those that are listed; a number alone says how many, from 12 on."""
-    given = whole_numbers(text, "--seeds")
-    if given == (0,):
+    seeds = whole_numbers(text, "--seeds")
+    if seeds == (0,):
         raise BadInput("--seeds 0: give how many seeds, at least 1, or which, as in 0,1,2")
-    return given if len(given) > 1 else tuple(range(12, 12 + given[0]))
+    return seeds if len(seeds) > 1 else tuple(range(12, 12 + seeds[0]))
 
 
 def _text(path: Path, changes: dict[str, Any], chosen: Chosen, share: float) -> str:

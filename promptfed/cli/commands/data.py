@@ -120,8 +120,8 @@ def show(
     if len(alike_rows) > MOST_COPIES:
         say(f"And {counted(len(alike_rows) - MOST_COPIES, 'further picture')} with copies; --json lists all.")
     if named:
-        told = ", ".join(f"{name} {percent(right / of)} of {of}" for name, (right, of) in named.items())
-        say(f"Named right without training: {told} {kind} images; a guess {percent(1 / len(counts))}.")
+        accuracies = ", ".join(f"{name} {percent(right / of)} of {of}" for name, (right, of) in named.items())
+        say(f"Named right without training: {accuracies} {kind} images; a guess {percent(1 / len(counts))}.")
     say(f"{out}: {counted(min(count, len(split)), 'image')} of {uri}")
 
 
@@ -139,10 +139,10 @@ def _named(source: Source, split: Split) -> dict[str, tuple[int, int]]:
 
     found: dict[str, tuple[int, int]] = {}
     rows = spread(split.labels, NAMED) if split.labels.ndim == 1 else []
-    for name, own in EMBEDDED.items():
+    for name, embedded in EMBEDDED.items():
         began, right, done = time.monotonic(), 0, 0
         with suppress(BackboneError, DataError):
-            backbone = load_backbone(name, own.PRETRAINED)
+            backbone = load_backbone(name, embedded.PRETRAINED)
             texts = template_features(backbone, source.template, source.class_names)
             while done < len(rows) and time.monotonic() < began + NAMING_SECONDS / len(EMBEDDED):
                 some = rows[done : done + AT_ONCE]

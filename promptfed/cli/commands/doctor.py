@@ -43,8 +43,8 @@ def doctor(
         refuse(written & {"model", "pretrained"}, "the coordinator names the backbone; leave it out")
     use_backbone_file(given.get("backbone_file"))
     model = model or default_backbone(None, [given["data"]] if given.get("data") else [])[0]
-    own = None if ":" in model else BackboneSpec().pretrained  # hf-hub:, local-dir:
-    examination = Examination.of(BackboneSpec(model=model, pretrained=pretrained or own), **given)
+    usual_weights = None if ":" in model else BackboneSpec().pretrained  # hf-hub:, local-dir:
+    examination = Examination.of(BackboneSpec(model=model, pretrained=pretrained or usual_weights), **given)
     examination.run()
     if as_json:
         disclosure = examination.disclosure.facts() if examination.disclosure is not None else None

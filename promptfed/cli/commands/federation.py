@@ -67,26 +67,26 @@ def create(
         refuse(written & {"allow_backbone", "backbone_file"}, "no backbone is loaded here; leave it out")
     if export is not None:
         refuse(written & {"backbone"}, "the export names the backbone; leave it out")
-    asked, data = ({}, []) if spec is None else read_federation_and_data(spec)
+    raw, data = ({}, []) if spec is None else read_federation_and_data(spec)
     initial_state = chosen = None
     if export is not None:
         from promptfed.export.verification import continued
 
-        asked, initial_state = continued(export, asked, key)
+        raw, initial_state = continued(export, raw, key)
     else:
-        asked, chosen = with_default_backbone(asked, data)
+        raw, chosen = with_default_backbone(raw, data)
         if backbone:
             from promptfed.shared.methods.core.spec_backbone import with_backbone
 
-            resolved, initial_state = with_backbone(resolve_spec(asked), allow_backbone)
-            asked = {**asked, "backbone": resolved.backbone.model_dump(mode="json", exclude_unset=True)}
+            resolved, initial_state = with_backbone(resolve_spec(raw), allow_backbone)
+            raw = {**raw, "backbone": resolved.backbone.model_dump(mode="json", exclude_unset=True)}
     if chosen is not None:
         note(chosen)
     if dry_run:
-        checked = api.send(operations.dry_run(asked)).json
+        checked = api.send(operations.dry_run(raw)).json
         tell(as_json, checked, "The spec is good; nothing was created.")
         return
-    created = api.run(operations.create(asked, initial_state))
+    created = api.run(operations.create(raw, initial_state))
     if as_json:
         print_json(created.json)
     else:
@@ -239,8 +239,8 @@ def _show_status(federation: FederationView) -> None:
         lines += _privacy_lines(federation.privacy)
     lines += [] if federation.selection is None else [_selected(federation.selection)]
     for one in federation.awaited:
-        told = [] if one.progress is None else [f"{one.progress:.0%} done"]
-        about = f" ({', '.join(told)})" if told else ""
+        notes = [] if one.progress is None else [f"{one.progress:.0%} done"]
+        about = f" ({', '.join(notes)})" if notes else ""
         lines.append(f"waiting for {one.name}{about} until {one.until.isoformat()}")
     for line in lines:
         say(plain(line))
@@ -330,9 +330,9 @@ def _unreadable(texts: list[str]) -> list[str]:
 
 def _accuracy(report: RoundReport, role: Role) -> str:
     clients = report.evaluation.clients.values() if report.evaluation is not None else ()
-    own = [client.withheld for client in clients if client.role == role]
+    withheld = [client.withheld for client in clients if client.role == role]
     mean = means_of(report, role).get("accuracy")
-    return "withheld" if mean is None and own and all(own) else percent(mean)
+    return "withheld" if mean is None and withheld and all(withheld) else percent(mean)
 
 
 @group.add()

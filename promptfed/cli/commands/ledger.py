@@ -81,15 +81,15 @@ def show(
 def _of_federation(ledger: Ledger, spends: list[Any], coordinator: str, federation: str) -> dict[str, object]:
     from promptfed.shared.privacy.accounting import epsilon_of
 
-    own = [spend for spend in spends if (spend.coordinator, spend.federation_id) == (coordinator, federation)]
-    events = [event for spend in own if spend.split == "train" for event in spend.events]
+    of_federation = [spend for spend in spends if (spend.coordinator, spend.federation_id) == (coordinator, federation)]
+    events = [event for spend in of_federation if spend.split == "train" for event in spend.events]
     return {
-        "name": own[-1].federation or "-",
+        "name": of_federation[-1].federation or "-",
         "federation": federation,
         "coordinator": coordinator,
-        "first": own[0].at[:10],
-        "last": own[-1].at[:10],
-        "releases": len(own),
+        "first": of_federation[0].at[:10],
+        "last": of_federation[-1].at[:10],
+        "releases": len(of_federation),
         "epsilon": epsilon_of(events, ledger.delta() or 0.0),
     }
 
@@ -100,8 +100,8 @@ def verify(ledger: OwnLedger) -> None:
     expect_there(ledger)
     spends = ledger.spends()
     if spends and abs(ledger.epsilon(spends[-1].split) - spends[-1].epsilon) > 1e-6:
-        own = ledger.epsilon(spends[-1].split)
-        text = f"the last line says ε = {spends[-1].epsilon:.6g}, its events make {own:.6g}"
+        epsilon = ledger.epsilon(spends[-1].split)
+        text = f"the last line says ε = {spends[-1].epsilon:.6g}, its events make {epsilon:.6g}"
         raise ClientError(Exit.LEDGER, f"{ledger.path}: {text}")
     say(f"{ledger.path} holds together: {counted(len(spends), 'release')}.")
 

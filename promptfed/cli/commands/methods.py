@@ -71,8 +71,8 @@ def _of_paper(name: str, root: Path) -> tuple[str, str]:
             jobs = bench.jobs()
     except PromptfedError as error:
         raise BadInput(f"{str(error).rstrip('.')}; {preset.wanted(str(root))}") from None
-    own = list(preset.methods)[-1]
-    job = next(job for job in jobs if job.entry.label == own)
+    last_method = list(preset.methods)[-1]
+    job = next(job for job in jobs if job.entry.label == last_method)
     clients = [
         ClientEntry(
             name=site.name, data=site.data, role=site.role, tests=dict(site.tests), domain=site.domain

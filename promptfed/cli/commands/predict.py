@@ -102,7 +102,7 @@ def pool(
     from promptfed.shared.metrics.pooling import pool_estimates
 
     sites: TypeAdapter[ScoreFigures | PresenceFigures] = TypeAdapter(ScoreFigures | PresenceFigures)
-    known: dict[str, list[Estimate]] = {}
+    estimates_of: dict[str, list[Estimate]] = {}
     tested: dict[str, Path] = {}
     states, copies = set(), []
     for path in scores:
@@ -121,13 +121,13 @@ def pool(
             note(f"{file} counts with {first}: it is of the same images")
             continue
         accuracy = getattr(site, "accuracy_interval", None)
-        told = {"accuracy": accuracy, **{f"AUROC of {one.name}": one.auroc for one in site.classes}}
-        for name, estimate in told.items():
-            known.setdefault(name, []).extend([estimate] if estimate is not None else [])
+        site_figures = {"accuracy": accuracy, **{f"AUROC of {one.name}": one.auroc for one in site.classes}}
+        for name, estimate in site_figures.items():
+            estimates_of.setdefault(name, []).extend([estimate] if estimate is not None else [])
     if len(tested) < 2 or len(states) > 1 or None in states:
         reason = "give two sites or more" if len(tested) < 2 else "the sites have not scored the same export"
         raise BadInput(f"{reason}: each runs `promptfed score` on the same export")
-    pooled = {name: mean for name, estimates in known.items() if (mean := pool_estimates(estimates)) is not None}
+    pooled = {name: mean for name, estimates in estimates_of.items() if (mean := pool_estimates(estimates)) is not None}
     if as_json:
         figures = {name: mean.model_dump() for name, mean in pooled.items()}
         print_json({"state": states.pop(), "figures": figures, "copies": copies})

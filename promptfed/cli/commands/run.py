@@ -393,14 +393,14 @@ def show_result(result: FederationResult, seconds: float) -> None:
 def summary(result: FederationResult, seconds: float) -> dict[str, Any]:
     """The result for programs; splits are named ``client:<name>`` and ``unseen:<domain>``."""
     rows = sorted(result.final(), key=lambda row: (row.role != "trainer", row.client))
-    own = {_split(row): row for row in rows if row.split == "test"}
+    test_rows = {_split(row): row for row in rows if row.split == "test"}
     return {
         "method": result.federation.spec.method["name"],
         "rounds": result.evaluated_round,
         "seconds": round(seconds, 2),
-        "zero_shot": {name: row.zero_shot for name, row in own.items() if row.zero_shot is not None},
-        "federated": {name: row.accuracy for name, row in own.items()},
-        "intervals": {name: [row.low, row.high] for name, row in own.items() if row.low is not None},
+        "zero_shot": {name: row.zero_shot for name, row in test_rows.items() if row.zero_shot is not None},
+        "federated": {name: row.accuracy for name, row in test_rows.items()},
+        "intervals": {name: [row.low, row.high] for name, row in test_rows.items() if row.low is not None},
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,
         "state_hash": result.federation.state_hash,

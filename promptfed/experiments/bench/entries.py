@@ -37,8 +37,8 @@ class BenchEntry:
     @property
     def least_clients(self) -> int:
         """The fewest trainers that the method can run with."""
-        given = method_class(self.method["name"]).defaults.get("participation", {})
-        least: int = given.get("min_clients", 1)
+        participation = method_class(self.method["name"]).defaults.get("participation", {})
+        least: int = participation.get("min_clients", 1)
         return least
 
     def spec(self, base: RawSpec, m: int | None = None) -> RawSpec:
@@ -74,7 +74,7 @@ def parse_entry(text: str, label: str = "") -> BenchEntry:
     """
     name, *options = OPTION.split(text.strip())
     try:
-        own = method_class(name).Hyper.model_fields
+        hyperparameters = method_class(name).Hyper.model_fields
     except SpecError as error:
         raise BadInput(str(error.errors[0]["detail"])) from None
     method: RawSpec = {"name": name}
@@ -86,7 +86,9 @@ def parse_entry(text: str, label: str = "") -> BenchEntry:
         parts = key.split(".")
         if key == "seed":
             raise BadInput(f"{text}: seeds are given by --seeds, the same for every method")
-        if parts[0] in FederationSpec.model_fields and key != "name" and key not in own:  # as fedtpg's start
+        if (
+            parts[0] in FederationSpec.model_fields and key != "name" and key not in hyperparameters
+        ):  # as fedtpg's start
             changes = merged(changes, _nested(parts, _value(text, option, value)))
         else:
             method[key] = _value(text, option, value)
@@ -99,11 +101,11 @@ def parse_entries(text: str) -> list[BenchEntry]:
     Raises:
         PromptfedError: there is no entry, one occurs twice, or one cannot be read.
     """
-    given = ENTRY.split(text)
-    if not all(entry.strip() for entry in given):
+    texts = ENTRY.split(text)
+    if not all(entry.strip() for entry in texts):
         what = f"{text!r} has an empty entry" if text.strip(" ,") else "no method is given"
         raise BadInput(f"{what}: write --methods promptfl,fedpgp")
-    entries = [parse_entry(entry) for entry in given]
+    entries = [parse_entry(entry) for entry in texts]
     labels = [entry.label for entry in entries]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:

@@ -109,27 +109,27 @@ class Preset(BaseModel):
 
     def wanted(self, root: str) -> str:
         """A sentence for people: the folders below ``root`` that the preset reads, their layout, and their sources."""
-        told: list[str] = []
+        sources: list[str] = []
         for panel in self.panels():
             setting = self.setting_of(panel, root)
             for uri in setting.data:
                 scheme, _, body = uri.partition("?")[0].partition(":")
                 if scheme == "torchvision":
                     where = uri.partition("root=")[2].partition("&")[0]
-                    told.append(f"{body} as torchvision's {body}({where!r}, download=True) leaves it")
+                    sources.append(f"{body} as torchvision's {body}({where!r}, download=True) leaves it")
                 else:
                     domains = f" (each of {', '.join(setting.domains)})" if "{domain}" in uri else ""
                     inner = "DOMAIN/CLASS" if domains else "CLASS"
                     source = SOURCES.get(Path(body).name, "see the paper")
-                    told.append(f"{body}/{inner}/*.jpg{domains}, from {source}")
-        return f"this table wants below --root {root}: {'; '.join(dict.fromkeys(told))}"
+                    sources.append(f"{body}/{inner}/*.jpg{domains}, from {source}")
+        return f"this table wants below --root {root}: {'; '.join(dict.fromkeys(sources))}"
 
     def figures(self, panel: str) -> list[TableRow]:
         """The paper's rows of a panel, including methods that promptfed does not have."""
         rows = []
         for label, values in self.paper.get(panel, {}).items():
-            known = {name: value / 100 for name, value in zip(self.columns, values, strict=True) if value is not None}
-            rows.append(TableRow(label + PAPER, (known,)))
+            printed = {name: value / 100 for name, value in zip(self.columns, values, strict=True) if value is not None}
+            rows.append(TableRow(label + PAPER, (printed,)))
         return rows
 
 

@@ -129,17 +129,17 @@ def label_space(first: str, uris: Mapping[str, str]) -> list[str]:
     Raises:
         PromptfedError: data sets have classes that ``first`` lacks (the text names all); or data cannot be used.
     """
-    own = names_of(uris[first])
+    names = names_of(uris[first])
     problems = []
     for name, uri in uris.items():
-        more = [class_name for class_name in names_of(uri) if class_name not in own]
+        more = [class_name for class_name in names_of(uri) if class_name not in names]
         if more:
             shown = ", ".join(more[:_SHOWN]) + (f" and {len(more) - _SHOWN} more" if len(more) > _SHOWN else "")
             problems.append(f"{name} has classes that {first} lacks ({shown})")
     if problems:
         text = f"{'; '.join(problems)}: name those to keep in the data URI, only=NAME,NAME"
         raise BadInput(text)
-    return list(own)
+    return list(names)
 
 
 @dataclass(frozen=True)
@@ -278,8 +278,8 @@ class LeaveOneDomainOut(Protocol):
         scores = {}
         for target, rows in by_trial.items():
             shared = [accuracy for accuracy in rows if accuracy.role == "evaluator"]
-            own = [accuracy for accuracy in rows if accuracy.split == TARGET]
-            scores[target] = _mean(own, pick, TARGET) if own else _mean(shared, pick, "test")
+            target_rows = [accuracy for accuracy in rows if accuracy.split == TARGET]
+            scores[target] = _mean(target_rows, pick, TARGET) if target_rows else _mean(shared, pick, "test")
         mean = fmean(scores.values())
         sources = [accuracy for rows in by_trial.values() for accuracy in rows if accuracy.role == "trainer"]
         return scores | {"mean": mean, "clients": _mean(sources, pick, "test")}
@@ -345,8 +345,8 @@ class MultiLabel(Personalisation):
 
     def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
         """One federation with ``task: multi_label``."""
-        given = super().trials(setting, seed, personal)
-        return [replace(trial, spec={**trial.spec, "task": "multi_label"}) for trial in given]
+        trials = super().trials(setting, seed, personal)
+        return [replace(trial, spec={**trial.spec, "task": "multi_label"}) for trial in trials]
 
 
 class CrossDataset(Protocol):

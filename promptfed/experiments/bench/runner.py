@@ -236,9 +236,9 @@ class Runner:
         Raises:
             PromptfedError: data cannot be opened. The text names all problems.
         """
-        wanted = {(uri, role) for job in jobs for site in job.trial.sites for uri, role in site.uris()}
+        needed = {(uri, role) for job in jobs for site in job.trial.sites for uri, role in site.uris()}
         problems: dict[str, None] = {}
-        for uri, role in sorted(wanted):
+        for uri, role in sorted(needed):
             try:
                 self._sources.open(uri, role)
             except DataError as error:

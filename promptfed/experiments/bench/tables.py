@@ -65,9 +65,9 @@ def rows_of(bench: Bench, runs: Sequence[BenchRun]) -> list[TableRow]:
     for entry in bench.entries:
         by_variant: dict[str, list[dict[str, float]]] = {}
         template: list[dict[str, float]] = []
-        own = [run for run in runs if run.label == entry.label]
+        entry_runs = [run for run in runs if run.label == entry.label]
         for seed in bench.seeds:
-            scores, zero_shot = scores_of(bench.protocol, [run for run in own if run.seed == seed])
+            scores, zero_shot = scores_of(bench.protocol, [run for run in entry_runs if run.seed == seed])
             for variant, columns in scores.items():
                 by_variant.setdefault(variant, []).append(columns)
             if zero_shot is not None:
@@ -78,7 +78,7 @@ def rows_of(bench: Bench, runs: Sequence[BenchRun]) -> list[TableRow]:
             label = f"{ZERO_SHOT}, as for {entry.label}" if templates else ZERO_SHOT
             same = TableRow(label, tuple(template), zero_shot=label)
             rows.insert(len(rows) if templates else 0, same)
-        costs = {key: fmean(run.costs[key] for run in own) for key in own[0].costs}
+        costs = {key: fmean(run.costs[key] for run in entry_runs) for key in entry_runs[0].costs}
         for variant, seeds in by_variant.items():
             label = f"{entry.label} ({variant})" if variant else entry.label
             rows.append(TableRow(label, tuple(seeds), costs, same.label if same else ZERO_SHOT))
@@ -103,10 +103,10 @@ def scores_of(
             # A further classifier may be one that only trainers have: where a protocol looks at evaluators, no row.
             if not variant:
                 raise
-    own = by_variant[""]
-    if any(accuracy.zero_shot is None for accuracies in own.values() for accuracy in accuracies):
+    main = by_variant[""]
+    if any(accuracy.zero_shot is None for accuracies in main.values() for accuracy in accuracies):
         return scores, None
-    return scores, protocol.scores(own, lambda accuracy: accuracy.zero_shot)
+    return scores, protocol.scores(main, lambda accuracy: accuracy.zero_shot)
 
 
 def interleaved(ours: Sequence[TableRow], paper: Sequence[TableRow]) -> list[TableRow]:
@@ -248,9 +248,9 @@ def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
 
 def _gain(ours: BySeed, others: BySeed) -> tuple[float, float, float]:
     """Over the images that both were tested on."""
-    known = {(seed, own.client, own.images): _right(own) for seed, clients in others.items() for own in clients}
+    right_of = {(seed, own.client, own.images): _right(own) for seed, clients in others.items() for own in clients}
     both = [((seed, own.client, own.images), own) for seed, clients in ours.items() for own in clients]
-    differences = [_right(own) - known[key] for key, own in both if key in known]
+    differences = [_right(own) - right_of[key] for key, own in both if key in right_of]
     return float(np.concatenate(differences).mean()), *paired_bootstrap(differences)
 
 
@@ -290,9 +290,9 @@ def _pooled(clients: Iterable[Outcomes]) -> tuple[list[float], list[bool]]:
     """The confidences of all clients' answers, and whether each answer is right."""
     sure: list[float] = []
     right: list[bool] = []
-    for own in clients:
-        sure += own.confidence
-        right += (a == b for a, b in zip(own.labels, own.predicted, strict=True))
+    for outcomes in clients:
+        sure += outcomes.confidence
+        right += (a == b for a, b in zip(outcomes.labels, outcomes.predicted, strict=True))
     return sure, right
 
 

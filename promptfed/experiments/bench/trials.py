@@ -163,16 +163,16 @@ def _trial(candidate: Candidate, result: FederationResult, seconds: float) -> Tr
     price = costs(result.reports)
     bytes_round = price["bytes_up"] + price["bytes_down"]
     if result.federation.spec.task == "multi_label":  # each client's mean average precision is paired, as one number
-        told = [one for one in result.accuracies(result.round) if one.split == "test"]
-        precision = {(one.client, ""): np.array([one.accuracy]) for one in told}
-        zero_shot = {(one.client, ""): np.array([one.zero_shot]) for one in told if one.zero_shot is not None}
+        rows = [one for one in result.accuracies(result.round) if one.split == "test"]
+        precision = {(one.client, ""): np.array([one.accuracy]) for one in rows}
+        zero_shot = {(one.client, ""): np.array([one.zero_shot]) for one in rows if one.zero_shot is not None}
         return Trial(candidate, result.round, precision, zero_shot, (), seconds, bytes_round)
     answers: dict[str, dict[tuple[str, str], Floats]] = {"test": {}, f"test@{ZERO_SHOT}": {}}
-    own = [outcomes for outcomes in result.outcomes if outcomes.split in answers]
-    for outcomes in own:
+    measured = [outcomes for outcomes in result.outcomes if outcomes.split in answers]
+    for outcomes in measured:
         hits = np.equal(outcomes.labels, outcomes.predicted).astype(float)
         answers[outcomes.split][outcomes.client, outcomes.images] = hits
-    confidences = tuple(outcomes.confidence for outcomes in own if outcomes.split == "test")
+    confidences = tuple(outcomes.confidence for outcomes in measured if outcomes.split == "test")
     right, template = answers.values()
     return Trial(candidate, result.round, right, template, confidences, seconds, bytes_round)
 

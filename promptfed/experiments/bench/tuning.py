@@ -331,10 +331,8 @@ class _Race:
         while self._plan.rates is None:
             best = ranked(_scores(finals))[0]
             tried = _rates(finals, best.method)
-            wanted = [
-                rate for rate in grid(best.rate, 1, 2) if not any(_between(best.rate, rate, one) for one in tried)
-            ]
-            candidates = [Candidate(best.method, rate) for rate in wanted if rate not in tried and rate <= MOST_RATE]
+            rates = [rate for rate in grid(best.rate, 1, 2) if not any(_between(best.rate, rate, one) for one in tried)]
+            candidates = [Candidate(best.method, rate) for rate in rates if rate not in tried and rate <= MOST_RATE]
             if best.method in self.without_rate:
                 candidates = []
             if self.rung[best] < self._last:
@@ -375,16 +373,16 @@ class _Race:
         first, others = [self.default], []
         for method in dict.fromkeys([self.default.method, *self._plan.methods]):
             try:
-                own = self._runs.spec(method).training.learning_rate
+                usual_rate = self._runs.spec(method).training.learning_rate
             except PromptfedError as error:
                 self.refused[method] = str(error)
                 continue
             if "learning_rate" in method_class(method).ignores:
                 self.without_rate.add(method)
-                first.append(Candidate(method, own))
+                first.append(Candidate(method, usual_rate))
                 continue
-            rates = self._plan.rates or grid(own)
-            first += [Candidate(method, own)] if self._plan.rates is None else []
+            rates = self._plan.rates or grid(usual_rate)
+            first += [Candidate(method, usual_rate)] if self._plan.rates is None else []
             others += [Candidate(method, rate) for rate in rates]
         return list(dict.fromkeys([*first, *others]))
 
@@ -442,5 +440,5 @@ class _Race:
     def _is_out(self, candidate: Candidate) -> bool:
         if candidate == self.default or candidate in self.reached:
             return candidate.method in self.refused and candidate != self.default
-        known = any(other.method == candidate.method for other in self.reached)
-        return candidate.method in self.refused or (candidate.method in self.without_rate and known)
+        reached = any(other.method == candidate.method for other in self.reached)
+        return candidate.method in self.refused or (candidate.method in self.without_rate and reached)

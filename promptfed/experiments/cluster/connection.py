@@ -79,8 +79,8 @@ def expect_room(nodes: Sequence[Node], count: int, cpus: float, gpus: float) -> 
     if room >= count:
         return
     there = "; ".join(f"{node.address}: {_words(node.cpus, node.gpus)}" for node in nodes) or "no node"
-    wanted = f"{count} crew{'s' if count > 1 else ''} of {_words(cpus, gpus)}" + (" each" if count > 1 else "")
-    text = f"the Ray cluster has no room for {wanted}: it holds {room} ({there})"
+    crews = f"{count} crew{'s' if count > 1 else ''} of {_words(cpus, gpus)}" + (" each" if count > 1 else "")
+    text = f"the Ray cluster has no room for {crews}: it holds {room} ({there})"
     fewer = f"--crews {room}" if room else "fewer torch threads, a smaller --pool or share of a GPU"
     raise BadInput(f"{text}; give {fewer}, or a larger cluster with --address")
 

@@ -147,9 +147,9 @@ def simulate_on_ray(
     """
     started = time.monotonic()
     _check(on, len(sites), device)
-    wanted, initial, _ = prepare(spec, sites, pool, None, allow_backbone)
-    threads = wanted.training.threads
-    kept = run_folder(on.storage, identity(wanted, sites), new_data=new_data)
+    resolved, initial, _ = prepare(spec, sites, pool, None, allow_backbone)
+    threads = resolved.training.threads
+    kept = run_folder(on.storage, identity(resolved, sites), new_data=new_data)
     with kept as folder, connected(on.address) as cluster:
         expect_room(cluster.nodes(), on.crews, threads * pool, on.gpus_per_crew)
         nodes = cluster.nodes()
@@ -162,7 +162,7 @@ def simulate_on_ray(
         ):
             conductor = Conductor(local, crews, folder, authority, progress or (lambda snapshot: None))
             share = Share(on.crews, pool, "cuda" if on.gpus_per_crew else device, allow_backbone)
-            result = conductor.conduct(wanted, initial, tuple(sites), share)
+            result = conductor.conduct(resolved, initial, tuple(sites), share)
     return replace(result, setup_seconds=time.monotonic() - started - result.wall_seconds)
 
 

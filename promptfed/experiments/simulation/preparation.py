@@ -123,10 +123,10 @@ def simulated_spec(spec: FederationSpec, sites: Sequence[Site]) -> FederationSpe
 
 def expect_backbone(spec: BackboneSpec, backbone: Backbone) -> None:
     """Raise PromptfedError if ``spec`` names another backbone than the given one."""
-    wanted = (spec.model, None if spec.pretrained == "random" else spec.pretrained, spec.precision)
-    given = (backbone.model_name, backbone.pretrained, backbone.precision)
-    if wanted != given:
-        text = f"the spec names the backbone {' '.join(map(str, wanted))}, but {' '.join(map(str, given))} is handed in"
+    named = (spec.model, None if spec.pretrained == "random" else spec.pretrained, spec.precision)
+    loaded = (backbone.model_name, backbone.pretrained, backbone.precision)
+    if named != loaded:
+        text = f"the spec names the backbone {' '.join(map(str, named))}, but {' '.join(map(str, loaded))} is handed in"
         raise BadInput(f"{text}: give the one that the spec names")
 
 

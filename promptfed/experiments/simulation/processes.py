@@ -75,8 +75,8 @@ class Inherited:
             client = self.clients[name]
             source, tests = split_by(terms, client.source, client.tests, sent["role"])
             self._data[name] = ClientData(source, self.backbone, self.features, self.cancelled, tests, self._kept)
-        own: dict[str, Any] = {"backbone": self.backbone, "data": self._data[name], "predictor": None}
-        return TaskWork(**own, record=told.append, **sent)
+        replaced: dict[str, Any] = {"backbone": self.backbone, "data": self._data[name], "predictor": None}
+        return TaskWork(**replaced, record=told.append, **sent)
 
 
 def _train(here: Inherited, sent: Sent, task: Task, payload: bytes | Path) -> dict[str, float]:
@@ -90,10 +90,10 @@ def _trained(here: Inherited, sent: Sent, task: Task, payload: bytes | Path) -> 
 def _evaluate(
     here: Inherited, sent: Sent, zero_shot: ZeroShotResults, task: Task, payload: bytes | Path
 ) -> tuple[EvaluationRequest, list[Outcomes], ZeroShotResults]:
-    told: list[Outcomes] = []
-    work = here.work(sent, told)
+    outcomes: list[Outcomes] = []
+    work = here.work(sent, outcomes)
     work.evaluation.zero_shot = zero_shot
-    return work.evaluate(task, payload, here.cancelled), told, work.evaluation.zero_shot
+    return work.evaluate(task, payload, here.cancelled), outcomes, work.evaluation.zero_shot
 
 
 def _fill(here: Inherited, rows: range, patches: bool) -> None:

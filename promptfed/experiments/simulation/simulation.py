@@ -96,12 +96,12 @@ def simulate(
     with ExitStack() as stack:
         stack.enter_context(_settings_put_back())
         started = time.monotonic()
-        wanted, made, backbone = prepare(spec, sites, pool, backbone, allow_backbone, device)
+        resolved, made, backbone = prepare(spec, sites, pool, backbone, allow_backbone, device)
         once = folder is None or not lasting
-        kept = _for_once(folder) if once else run_folder(folder, identity(wanted, sites), "--out", new_data)
+        kept = _for_once(folder) if once else run_folder(folder, identity(resolved, sites), "--out", new_data)
         run = stack.enter_context(kept)
         place, disk = run.path, stack.enter_context(FullDisk())
-        pool = pool or usual_pool(wanted.training.threads, backbone.device.type)
+        pool = pool or usual_pool(resolved.training.threads, backbone.device.type)
         shared = sources or SharedSources()
         clients = tuple(open_site(site, shared) for site in sites)
         run.expect_data((client.site.name, client.source, client.tests) for client in clients)
@@ -109,18 +109,18 @@ def simulate(
             cache = features
         else:
             uris = [uri for site in sites for uri, _ in site.uris()]
-            cache = features_in(features, place / "features", uris, method_for(wanted).needs.patch_tokens)
+            cache = features_in(features, place / "features", uris, method_for(resolved).needs.patch_tokens)
         latest: dict[tuple[str, str], Outcomes] = {}
 
         def record(outcomes: Outcomes) -> None:
             latest[outcomes.client, outcomes.split] = outcomes
 
         try:
-            with computing_processes(pool, wanted, clients, backbone, cache) as processes:
-                own = run.secret if run.lasting else None
-                setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes, own)
-                told = progress or (lambda snapshot: None)
-                playing = _run(setup, initial or made, told, started)
+            with computing_processes(pool, resolved, clients, backbone, cache) as processes:
+                secret = run.secret if run.lasting else None
+                setup = SimulationSetup(resolved, clients, place, pool, backbone, cache, record, processes, secret)
+                show = progress or (lambda snapshot: None)
+                playing = _run(setup, initial or made, show, started)
                 result = _in_a_thread(disk.watch(playing))
         except (OSError, SQLAlchemyError, CannotOpen, PromptfedError) as error:
             if disk.full or FullDisk.is_meant(error):
@@ -258,10 +258,10 @@ async def _run(
 async def _federation(api: AsyncCoordinator, setup: SimulationSetup, initial: bytes | None) -> tuple[str, str]:
     """The id and state of the folder's federation, or of a new one if there is none or it has never started."""
     for page in await api.run(operations.list_federations()):
-        for known in page.view.federations:
-            if known.state != "enrolling":
-                return known.id, known.state
-            await api.send(operations.delete_federation(known.id))
+        for federation in page.view.federations:
+            if federation.state != "enrolling":
+                return federation.id, federation.state
+            await api.send(operations.delete_federation(federation.id))
             for kept in (*setup.folder.glob("client-*"), *setup.folder.glob("ledger-*")):
                 shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
     return str((await api.run(operations.create(setup.spec, initial))).json["id"]), "enrolling"

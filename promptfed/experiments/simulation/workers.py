@@ -152,9 +152,9 @@ def _settings(setup: SimulationSetup, url: str, federation: str) -> Iterator[Set
     first = None
     for site in (client.site for client in setup.clients):
         state_dir = setup.folder / f"client-{site.name}"
-        own = {"name": site.name, "role": site.role, "data": site.data, "state_dir": state_dir}
+        fields = {"name": site.name, "role": site.role, "data": site.data, "state_dir": state_dir}
         if first is not None and re.fullmatch(NAME_PATTERN, site.name):
-            yield first.model_copy(update=own)
+            yield first.model_copy(update=fields)
             continue
         try:
             first = make_settings(
@@ -164,7 +164,7 @@ def _settings(setup: SimulationSetup, url: str, federation: str) -> Iterator[Set
                 max_epsilon=1000.0,  # no real budget: a simulation may use any
                 give_up_after=setup.patience,
                 new_data=True,  # the run's folder knows its data
-                **own,
+                **fields,
             )
         except ClientError as error:
             raise BadInput(f"client {site.name}: {error}") from None

@@ -39,18 +39,18 @@ def with_noise(method: Method, spec: FederationSpec) -> FederationSpec:
     Raises:
         MethodError: δ does not suit the number of clients, or no noise multiplier is large enough.
     """
-    given = spec.privacy
-    if not given.protects_clients:
+    privacy = spec.privacy
+    if not privacy.protects_clients:
         return spec
     least = spec.participation.min_clients
-    delta = given.delta or accounting.default_delta(least)
+    delta = privacy.delta or accounting.default_delta(least)
     phases = noised_phases(method, spec.rounds, spec.rounds)
     try:
         accounting.check_delta(delta, least)
-        z = given.noise_multiplier or accounting.calibrate(given.epsilon or 0.0, delta, 1.0, phases)
+        z = privacy.noise_multiplier or accounting.calibrate(privacy.epsilon or 0.0, delta, 1.0, phases)
     except accounting.PrivacyError as error:
         raise MethodError(str(error)) from None
-    return spec.model_copy(update={"privacy": given.model_copy(update={"delta": delta, "noise_multiplier": z})})
+    return spec.model_copy(update={"privacy": privacy.model_copy(update={"delta": delta, "noise_multiplier": z})})
 
 
 def allowed_rounds(method: Method, spec: FederationSpec | TrainingTerms) -> int | None:
@@ -59,14 +59,14 @@ def allowed_rounds(method: Method, spec: FederationSpec | TrainingTerms) -> int 
     Raises:
         MethodError: the budget does not allow a single round.
     """
-    given = spec.privacy
-    if given is None or not given.protects_clients or given.epsilon is None:
+    privacy = spec.privacy
+    if privacy is None or not privacy.protects_clients or privacy.epsilon is None:
         return None
-    assert given.noise_multiplier is not None
-    assert given.delta is not None
+    assert privacy.noise_multiplier is not None
+    assert privacy.delta is not None
     per_round = max(len(phases) for phases in _rounds(method, spec))
     try:
-        allowed = budget_rounds(given.noise_multiplier, 1.0, per_round, spec.rounds, given.epsilon, given.delta)
+        allowed = budget_rounds(privacy.noise_multiplier, 1.0, per_round, spec.rounds, privacy.epsilon, privacy.delta)
     except accounting.PrivacyError as error:
         raise MethodError(str(error)) from None
     return None if allowed == spec.rounds else allowed
@@ -78,12 +78,12 @@ def spent(spec: FederationSpec, phases: int) -> float:
     Poisson sampling does not amplify here, since timing, traffic and the operator's pages reveal the participants.
     Calibration and budgets also use this ε.
     """
-    given = spec.privacy
+    privacy = spec.privacy
     if phases == 0:
         return 0.0
-    assert given.noise_multiplier is not None
-    assert given.delta is not None
-    return accounting.epsilon_of([client_event(given.noise_multiplier, 1.0, phases)], given.delta)
+    assert privacy.noise_multiplier is not None
+    assert privacy.delta is not None
+    return accounting.epsilon_of([client_event(privacy.noise_multiplier, 1.0, phases)], privacy.delta)
 
 
 def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
@@ -92,18 +92,18 @@ def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
     ``epsilon``: as `spent`. ``epsilon_replace_one``: for replace-one neighbours. ``epsilon_if_secret``: for zero-out
     neighbours under Poisson sampling, against attackers who do not know the participants; None without amplification.
     """
-    given, part = spec.privacy, spec.participation
+    privacy, part = spec.privacy, spec.participation
     spending: dict[str, float | None] = {"epsilon": spent(spec, phases), "epsilon_if_secret": None}
     if phases == 0:
         return spending | {"epsilon_replace_one": 0.0, "epsilon_if_secret": 0.0 if part.is_secret else None}
-    assert given.noise_multiplier is not None
-    assert given.delta is not None
+    assert privacy.noise_multiplier is not None
+    assert privacy.delta is not None
     spending["epsilon_replace_one"] = accounting.replace_one_epsilon(
-        [client_event(given.noise_multiplier, 1.0, phases)], given.delta
+        [client_event(privacy.noise_multiplier, 1.0, phases)], privacy.delta
     )
     if part.is_secret:
-        amplified = client_event(given.noise_multiplier, part.fraction, phases)
-        spending["epsilon_if_secret"] = accounting.epsilon_of([amplified], given.delta)
+        amplified = client_event(privacy.noise_multiplier, part.fraction, phases)
+        spending["epsilon_if_secret"] = accounting.epsilon_of([amplified], privacy.delta)
     return spending
 
 
@@ -146,10 +146,10 @@ def exchanged(method: Method, context: ServerContext) -> tuple[int, int]:
 
 def update_limit(spec: FederationSpec, method: Method, context: ServerContext) -> int:
     """How many bytes an update may have: the spec's, or where that is the default as many as the method's needs."""
-    given = spec.admission.max_bytes
-    if given != DEFAULT_LIMIT:
-        return given
-    return max(given, min(LARGEST, int(1.1 * exchanged(method, context)[1]) + HEADER))
+    limit = spec.admission.max_bytes
+    if limit != DEFAULT_LIMIT:
+        return limit
+    return max(limit, min(LARGEST, int(1.1 * exchanged(method, context)[1]) + HEADER))
 
 
 def change_limit(spec: FederationSpec, method: Method, numbers: int) -> float:
@@ -157,9 +157,9 @@ def change_limit(spec: FederationSpec, method: Method, numbers: int) -> float:
 
     At level ``sample`` clients add noise to each step of the training, so their changes may be longer.
     """
-    given = spec.admission.max_update_norm
-    if given is not None:
-        return given
+    limit = spec.admission.max_update_norm
+    if limit is not None:
+        return limit
     longer = NOISY if spec.privacy.protects_records else 1.0
     return longer * method.change_per_number * math.sqrt(numbers)
 

@@ -66,13 +66,13 @@ def adjusted(
     names = sorted(gaps)
     weights = double(state[WEIGHTS.name])
     xp = namespace(weights)
-    given = xp.asarray([gaps[name] for name in names], dtype=xp.float64)
+    differences = xp.asarray([gaps[name] for name in names], dtype=xp.float64)
     if centred:
-        given = given - given.mean()
+        differences = differences - differences.mean()
     round = int(state[ROUND.name]) + 1
     step = STEP * (1 - (round - 1) / context.rounds)
-    most = float(abs(given).max())
-    moved = given * (step / (len(names) * most)) if most > 0 else given * 0
+    most = float(abs(differences).max())
+    moved = differences * (step / (len(names) * most)) if most > 0 else differences * 0
     rows = [row_of(name, context) for name in names]
     weights[rows] = xp.clip(weights[rows] + moved, 0, 1)
     shares = _normalised(weights[rows])

@@ -118,8 +118,8 @@ def defaults(
     rounds: int | None = None, sections: Mapping[str, Any] | None = None, **training: float | str
 ) -> dict[str, Any]:
     """A spec's ``rounds``, ``training`` and other ``sections``, such as aggregation; omitted ones are left out."""
-    given = {"rounds": rounds, "training": training} | dict(sections or {})
-    return {name: value for name, value in given.items() if value}
+    settings = {"rounds": rounds, "training": training} | dict(sections or {})
+    return {name: value for name, value in settings.items() if value}
 
 
 class MethodError(BadInput, ValueError):

@@ -55,21 +55,21 @@ def check_one_mean(method: Method, rounds: int, nothing: str, so: str) -> None:
 
 def check_central(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError if noise at the coordinator cannot provide the protection in ``spec``."""
-    given, rule, part = spec.privacy, spec.aggregation, spec.participation
+    privacy, rule, part = spec.privacy, spec.aggregation, spec.participation
     check_one_mean(method, spec.rounds, "protect", "no noise fits them")
-    if given.clip is None:
+    if privacy.clip is None:
         raise MethodError("give clip, the longest that one client's change may be, such as the median of plain rounds")
     if rule.weighting != "uniform" or rule.max_weight_share not in (None, 1.0):
         raise MethodError("each client counts the same: take aggregation.weighting uniform, and max_weight_share 1")
-    if given.unit == "group":
+    if privacy.unit == "group":
         raise MethodError("unit: group is of level sample: a whole client is protected here")
-    if given.noise_multiplier is None and given.epsilon is None:
+    if privacy.noise_multiplier is None and privacy.epsilon is None:
         raise MethodError("give noise_multiplier, or epsilon, from which it follows, or both: then rounds end in time")
     if rule.rule != "mean" or rule.clip_norm is not None:
         raise MethodError("the noise is for a mean of changes that are clipped already: take rule mean, no clip_norm")
     if spec.secure_aggregation is not None:
         raise MethodError("noise at the coordinator needs each update, and secure sums hide them: take level sample")
-    if given.evaluation == "noisy":
+    if privacy.evaluation == "noisy":
         raise MethodError("noisy counts are of level sample: at level client take evaluation plain or withheld")
     if part.sampling == "poisson" and any(len(phases) > 1 for phases in _rounds(method, spec)):
         text = f"{method.name} asks the same clients in several phases of a round"
@@ -118,17 +118,17 @@ def check_compression(method: Method, spec: FederationSpec) -> None:
 
 def check_training(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError for a setting of the training that changes nothing with the others."""
-    given, of_method = spec.training, method.defaults.get("training", {})
+    training, of_method = spec.training, method.defaults.get("training", {})
     idle = dict.fromkeys(method.ignores, f"{method.name} does not use it")
-    if given.optimizer != "sgd":
-        idle["momentum"] = f"the optimizer {given.optimizer} has none"
-    if given.augmentation == "none":
+    if training.optimizer != "sgd":
+        idle["momentum"] = f"the optimizer {training.optimizer} has none"
+    if training.augmentation == "none":
         idle["views"] = "images are seen as they are: give augmentation crop_flip"
     elif not method.needs.cached_features:
         idle["views"] = f"{method.name} keeps no features, so each image is cropped anew"
     for name, why in idle.items():
         usual = of_method.get(name, TrainingSpec.model_fields[name].default)
-        if getattr(given, name) != usual:
+        if getattr(training, name) != usual:
             raise MethodError(f"{name} has no effect here ({why}); leave it out")
 
 
@@ -146,28 +146,28 @@ def check_idle_privacy(given: PrivacySpec) -> None:
 
 def check_privacy(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError if ``method`` or this version cannot provide the protection in ``spec.privacy``."""
-    given = spec.privacy
+    privacy = spec.privacy
     check_sampling(spec)
-    check_idle_privacy(given)
-    if given.evaluation == "noisy" and spec.task == "multi_label":
+    check_idle_privacy(privacy)
+    if privacy.evaluation == "noisy" and spec.task == "multi_label":
         raise MethodError(
             "noisy counts are of right answers, and with task: multi_label the figure is no count: take evaluation "
             "withheld"
         )
-    if given.level == "none":
+    if privacy.level == "none":
         # With secure sums the section determines the form in which accuracies leave a site.
-        alone = PrivacySpec(evaluation=given.evaluation) if spec.secure_aggregation is not None else PrivacySpec()
-        if given != alone:
+        alone = PrivacySpec(evaluation=privacy.evaluation) if spec.secure_aggregation is not None else PrivacySpec()
+        if privacy != alone:
             raise MethodError("the level is none, and something else is asked for: give level: sample, or leave it out")
         return
-    if given.protects_clients:
+    if privacy.protects_clients:
         check_central(method, spec)
         return
-    if given.unit == "group" and given.evaluation == "noisy":
+    if privacy.unit == "group" and privacy.evaluation == "noisy":
         raise MethodError("noisy counts protect single test images, and unit is group: take evaluation withheld")
-    if given.clip is None:
+    if privacy.clip is None:
         raise MethodError("give clip, the longest contribution of one record: 0.3 is a sensible start")
-    if (given.noise_multiplier is None) == (given.epsilon is None):
+    if (privacy.noise_multiplier is None) == (privacy.epsilon is None):
         raise MethodError("give either noise_multiplier or epsilon: one follows from the other")
     if not type(method).can_protect():
         raise MethodError(
@@ -185,9 +185,9 @@ def check_rounds(spec: FederationSpec) -> None:
         return
     if spec.continues is None:
         raise MethodError("0 rounds evaluate an export on the clients' images: create it --from one, or give 1 or more")
-    given = [name for name in OF_TRAINING if getattr(spec, name) != FederationSpec.model_fields[name].default]
-    if given:
-        raise MethodError(f"0 rounds train nobody: leave {given[0]} out")
+    of_training = [name for name in OF_TRAINING if getattr(spec, name) != FederationSpec.model_fields[name].default]
+    if of_training:
+        raise MethodError(f"0 rounds train nobody: leave {of_training[0]} out")
 
 
 def check_selection(method: Method, spec: FederationSpec) -> None:
@@ -208,32 +208,33 @@ def check_rule(method: Method, spec: FederationSpec) -> None:
     check_means(method, spec)
     if spec.aggregation.weighting == "uniform" and spec.aggregation.max_weight_share not in (None, 1.0):
         raise MethodError("max_weight_share has no effect here (all weigh the same); leave it out")
-    part, given, needed = spec.participation, spec.aggregation, least_updates(spec.aggregation)
+    part, aggregation, needed = spec.participation, spec.aggregation, least_updates(spec.aggregation)
     # With f = floor(tolerate * K), a condition that holds for the fewest updates holds for more.
-    asked = sample_size(part.fraction, part.min_clients, spec.secure_aggregation)
-    least = max(1, ceil_fraction(part.quorum, asked))
+    sampled = sample_size(part.fraction, part.min_clients, spec.secure_aggregation)
+    least = max(1, ceil_fraction(part.quorum, sampled))
     if least < needed:
-        text = f"{given.rule} with tolerate {given.tolerate:g} needs at least {needed} updates, and a phase may close"
+        rule = f"{aggregation.rule} with tolerate {aggregation.tolerate:g}"
+        text = f"{rule} needs at least {needed} updates, and a phase may close"
         remedy = "raise participation.min_clients, fraction or quorum, or choose median"
         raise MethodError(f"{text} with {least}: {remedy}")
 
 
 def check_means(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError if ``spec.aggregation`` is not the plain mean but the method's phases are no means."""
-    given = spec.aggregation
-    if given.is_plain_mean and given.server.optimizer == "none":
+    aggregation = spec.aggregation
+    if aggregation.is_plain_mean and aggregation.server.optimizer == "none":
         return
-    if given.is_plain_mean:
-        wanted = f"the server optimizer {given.server.optimizer}"
+    if aggregation.is_plain_mean:
+        what = f"the server optimizer {aggregation.server.optimizer}"
     else:
-        wanted = f"the rule {given.rule}" if given.rule != "mean" else "clip_norm"
+        what = f"the rule {aggregation.rule}" if aggregation.rule != "mean" else "clip_norm"
     phases = distinct_phases(method, spec.rounds)
     if not any(phase.up for phase in phases):
-        raise MethodError(f"{wanted} has nothing to work on: {method.name} sends nothing up; leave it out")
+        raise MethodError(f"{what} has nothing to work on: {method.name} sends nothing up; leave it out")
     others = [phase.name for phase in phases if not phase.mean]
     if others:
         raise MethodError(
-            f"{wanted} cannot take the mean's place: {method.name} does not combine its updates by a mean in "
+            f"{what} cannot take the mean's place: {method.name} does not combine its updates by a mean in "
             f"its phase {others[0]!r}; leave it out"
         )
 
@@ -251,8 +252,8 @@ def least_updates(given: AggregationSpec) -> int:
 
 def check_secure(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError if ``spec`` needs more than the sums that the coordinator sees."""
-    given = spec.secure_aggregation
-    if given is None:
+    secure = spec.secure_aggregation
+    if secure is None:
         return
     check_one_mean(method, spec.rounds, "sum", "they cannot be summed, and only their sum is known")
     rule = spec.aggregation
@@ -262,10 +263,10 @@ def check_secure(method: Method, spec: FederationSpec) -> None:
         raise MethodError("clip_norm needs each update, and only their sum is known: leave it out")
     if spec.privacy.protects_clients:
         raise MethodError("privacy.level client needs each update, and only their sum is known: take level sample")
-    if spec.participation.min_clients < given.minimum:
+    if spec.participation.min_clients < secure.minimum:
         least = spec.participation.min_clients
-        text = f"a round may begin with {least} clients (participation.min_clients), and a sum is of {given.minimum}"
-        raise MethodError(f"{text} at least: raise min_clients to {given.minimum}")
+        text = f"a round may begin with {least} clients (participation.min_clients), and a sum is of {secure.minimum}"
+        raise MethodError(f"{text} at least: raise min_clients to {secure.minimum}")
     if spec.participation.min_clients > MOST_CLIENTS:
         raise MethodError(f"a sum is of {MOST_CLIENTS} clients at most: lower participation.min_clients")
 

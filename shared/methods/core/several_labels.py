@@ -174,13 +174,13 @@ class SeveralLabels(Method):
 
     def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
         """Also β, as float32 whatever the method's tensors travel as."""
-        given = super().payload(state, phase, client, context)
-        return given | {BIAS.name: state[BIAS.name]} if BIAS.name in given else given
+        tensors = super().payload(state, phase, client, context)
+        return tensors | {BIAS.name: state[BIAS.name]} if BIAS.name in tensors else tensors
 
     def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
         """Also β."""
-        given = super().payload_tensors(phase)
-        return _with_bias(given) if self._shared else given
+        specs = super().payload_tensors(phase)
+        return _with_bias(specs) if self._shared else specs
 
     def aggregate(
         self, state: Tensors, phase: Phase, updates: Updates, combine: Combine, context: ServerContext
@@ -199,8 +199,8 @@ class SeveralLabels(Method):
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
         """The method's training with the loss of several labels, which trains β beside its tensors."""
         bias = LabelBias(self._bias(payload, private), context.backbone, len(context.class_names))
-        given = replace(context, label_loss=bias), _without_bias(payload), _without_bias(private)
-        result = super().train(*given)  # type: ignore[safe-super]
+        arguments = replace(context, label_loss=bias), _without_bias(payload), _without_bias(private)
+        result = super().train(*arguments)  # type: ignore[safe-super]
         learned = {BIAS.name: bias.value}
         if not self._shared:
             return replace(result, private=result.private | learned)
@@ -208,8 +208,8 @@ class SeveralLabels(Method):
 
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ThresholdClassifier:
         """The method's classifier with the threshold."""
-        given = context, _without_bias(payload), _without_bias(private)
-        inner = super().classifier(*given)  # type: ignore[safe-super]
+        arguments = context, _without_bias(payload), _without_bias(private)
+        inner = super().classifier(*arguments)  # type: ignore[safe-super]
         return ThresholdClassifier(inner, context.backbone.logit_scale * float(self._bias(payload, private)))
 
     def _bias(self, payload: Tensors, private: Tensors) -> Tensor:
@@ -228,8 +228,8 @@ def _without_bias(tensors: Tensors) -> Tensors:
 @cache
 def for_several_labels(kind: type[Method]) -> type[Method]:
     """``kind`` for images with several labels."""
-    own = {name: vars(kind).get(name, False) for name in ("protects", "several_labels")}
-    return type(kind.__name__, (SeveralLabels, kind), own)
+    attributes = {name: vars(kind).get(name, False) for name in ("protects", "several_labels")}
+    return type(kind.__name__, (SeveralLabels, kind), attributes)
 
 
 def is_for_several_labels(method: Method) -> bool:

@@ -449,8 +449,8 @@ class WeightMethod(pf.Method):
     def kept(self, tower: TrainedTower, head: Head) -> Tensors:
         """The client's private tensors: changes of private kinds, and a linear head that is not shared."""
         changes = tower.changes() if self.private_kinds else {}
-        own = {kind: tower.start[kind] + changes[kind] for kind in self.private_kinds}
-        return own if self.shares_head else own | head.private()
+        private = {kind: tower.start[kind] + changes[kind] for kind in self.private_kinds}
+        return private if self.shares_head else private | head.private()
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Classifies with the global weights (and the client's own norms) and the shared head."""

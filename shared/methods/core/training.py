@@ -70,11 +70,13 @@ class PrivateGradients:
 
     def step(self) -> None:
         """Set the parameters' gradients to ḡ + ∇R."""
-        given, q = self._protection, self.event.q
-        chosen = torch.from_numpy(given.stream.poisson_sample(given.units, q))
+        protection, q = self._protection, self.event.q
+        chosen = torch.from_numpy(protection.stream.poisson_sample(protection.units, q))
         total = self._summed(chosen)
-        noise = torch.from_numpy(given.stream.normals(self._size)) * (given.noise_multiplier * given.clip)
-        self._leave((total + sent_to(noise, self._device)) / (q * given.units))
+        noise = torch.from_numpy(protection.stream.normals(self._size)) * (
+            protection.noise_multiplier * protection.clip
+        )
+        self._leave((total + sent_to(noise, self._device)) / (q * protection.units))
 
     def _summed(self, chosen: Tensor) -> Tensor:
         """``(d,)`` Σ of the clipped gradients, of fewer units together where the device lacks the memory."""
@@ -111,15 +113,15 @@ class PrivateGradients:
         if not self._reads_images:
             rows = sent_to(rows, self._device)
         if self._objective is None:
-            given = torch.autograd.grad(self._loss(rows), self._parameters, allow_unused=True)
-            return flat([_there(part, like) for part, like in zip(given, self._parameters, strict=True)], 1)
+            gradients = torch.autograd.grad(self._loss(rows), self._parameters, allow_unused=True)
+            return flat([_there(part, like) for part, like in zip(gradients, self._parameters, strict=True)], 1)
         copies = [
             parameter.detach().expand(count, *parameter.shape).clone().requires_grad_()
             for parameter in self._parameters
         ]
         losses = self._objective.units(copies, rows)
-        given = torch.autograd.grad(losses.sum(), copies, allow_unused=True)
-        return flat([_there(part, like) for part, like in zip(given, copies, strict=True)], count)
+        gradients = torch.autograd.grad(losses.sum(), copies, allow_unused=True)
+        return flat([_there(part, like) for part, like in zip(gradients, copies, strict=True)], count)
 
     def _leave(self, mean: Tensor) -> None:
         """Set each parameter's gradient to its part of ``mean (d,)`` plus R's gradient."""
@@ -414,10 +416,10 @@ def _optimizer(
     context.expect_images()
     everything = [*parameters, *(parameter for group in groups for parameter in group.parameters)]
     context.count_trained(sum(parameter.numel() for parameter in everything))
-    given: list[dict[str, Any]] = [{"params": list(parameters)}] if parameters else []
-    given += [{"params": list(group.parameters), "lr": group_rate(context, group)} for group in groups]
+    parameter_groups: list[dict[str, Any]] = [{"params": list(parameters)}] if parameters else []
+    parameter_groups += [{"params": list(group.parameters), "lr": group_rate(context, group)} for group in groups]
     rate, fused = learning_rate(training, context.round, context.rounds), context.backbone.device.type == "cuda"
-    optimizer = make_optimizer(given, training, rate, fused=fused or None)
+    optimizer = make_optimizer(parameter_groups, training, rate, fused=fused or None)
     return optimizer, everything
 
 

@@ -72,10 +72,12 @@ def described_domains(clients: Iterable[pf.ClientInfo]) -> dict[int, Domain]:
 
 def domain_names(keys: Sequence[int], clients: Iterable[pf.ClientInfo], own: Domain | None) -> tuple[str, ...]:
     """The names of the domains with ``keys``, as far as ``clients`` and ``own`` tell; else "domain 1", "domain 2"."""
-    known = described_domains(clients)
+    descriptions = described_domains(clients)
     if own is not None:
-        known.setdefault(domain_key(own.description), own)
-    return tuple(known[key].name if key in known else f"domain {place}" for place, key in enumerate(keys, 1))
+        descriptions.setdefault(domain_key(own.description), own)
+    return tuple(
+        descriptions[key].name if key in descriptions else f"domain {place}" for place, key in enumerate(keys, 1)
+    )
 
 
 def check_description(
@@ -136,10 +138,10 @@ def too_long(context: pf.ClientContext) -> list[str]:
 def has_rows(state: Tensors) -> bool:
     """Whether ``state`` contains φ and the domains of its rows."""
     specs = (WEIGHT, BIAS, DOMAINS)
-    given = [(spec, state[spec.name]) for spec in specs if spec.name in state]
+    present = [(spec, state[spec.name]) for spec in specs if spec.name in state]
     fitting = [
         tensor
-        for spec, tensor in given
+        for spec, tensor in present
         if (tensor.ndim, tensor.dtype) == (len(spec.shape), getattr(namespace(tensor), spec.dtype))
     ]
     return len(fitting) == len(specs) and len({len(tensor) for tensor in fitting}) == 1
@@ -148,10 +150,10 @@ def has_rows(state: Tensors) -> bool:
 def rows_for(state: Tensors, keys: list[int]) -> Tensors:
     """φ of ``state`` with a row for each of ``keys`` in their order: its own where it has one, else zeros."""
     row_of = {key: row for row, key in enumerate(state[DOMAINS.name].tolist())}
-    known = [(row, row_of[key]) for row, key in enumerate(keys) if key in row_of]
+    pairs = [(row, row_of[key]) for row, key in enumerate(keys) if key in row_of]
     xp, old = namespace(state[WEIGHT.name]), (state[WEIGHT.name], state[BIAS.name])
     weight, bias = (xp.zeros((len(keys), *rows.shape[1:]), dtype=rows.dtype) for rows in old)
-    for row, before in known:
+    for row, before in pairs:
         weight[row], bias[row] = state[WEIGHT.name][before], state[BIAS.name][before]
     return {WEIGHT.name: weight, BIAS.name: bias, DOMAINS.name: xp.asarray(keys, dtype=xp.int64)}
 

@@ -179,8 +179,8 @@ class FastPT(pf.ContextMethod):
         """A trainer whose domain has no row yet appends one of zeros."""
         if not self._by_domain:
             return state
-        known = state[DOMAINS.name].tolist()
-        return state | rows_for(state, known + [key for key in domains.trainer_domains([client]) if key not in known])
+        rows = state[DOMAINS.name].tolist()
+        return state | rows_for(state, rows + [key for key in domains.trainer_domains([client]) if key not in rows])
 
     def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """What the phase needs; for an evaluation all there is."""
@@ -270,8 +270,8 @@ class FastPT(pf.ContextMethod):
             raise pf.MethodError(
                 f"the federation does not know the domain of {context.client!r}: enrol under another name"
             )
-        known = {key: pair for key, pair in embedded.items() if key in row_of}
-        split = EmbeddedSplit.of((values, torch.full_like(own, row_of[key])) for key, (values, own) in known.items())
+        of_rows = {key: pair for key, pair in embedded.items() if key in row_of}
+        split = EmbeddedSplit.of((values, torch.full_like(own, row_of[key])) for key, (values, own) in of_rows.items())
         values, rows = split.values, split.labels.to(split.values.device)
         weight, bias = (pf.leaf(payload[spec.name], context.backbone) for spec in (WEIGHT, BIAS))
 
