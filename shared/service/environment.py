@@ -19,7 +19,7 @@ SINGLE = (
         "SIGNING_KEY",
     ),  # command
     *("COMMIT", "COORDINATOR_TARGET", "EXTRA_INDEX_URL", "PORT", "RUN", "STORAGE"),  # builds and recipes
-    *("FAULT", "FLOWER_PYTHON", "PICTURES", "RAY_KILLS"),  # tests
+    *("FAULT", "PICTURES"),  # tests
 )
 """Variables that are no setting of a service, without ``PROMPTFED_``."""
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 import promptfed
-from promptfed.cli.scoring import model_of_export
+from promptfed.cli.predicting import model_of_export
 from promptfed.export.adapted_model import predictor_of
 from tests import ROOT
 from tests.docker.conftest import docker, wait_for

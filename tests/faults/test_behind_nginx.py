@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy.test_nginx import nginx
 from tests.faults.test_gone_coordinator import ROUNDS, TRAINING, RealClient, holder
 from tests.support.ports import free_port
-from tests.support.real_proxies import nginx
 from tests.support.resending import ResendingApi
 from tests.support.several import OPERATOR, AnyOf
 from tests.support.takeovers import Group
 from tests.support.waiting import wait_for
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/deploy.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/databases.md"
 READ_TIMEOUT = 60.0  # seconds, of the guide's nginx
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, expect
 
-from promptfed.cli.scoring import model_of_export
+from promptfed.cli.predicting import model_of_export
 from promptfed.client_service.serving.api import create_export_app
 from promptfed.export.adapted_model import predictor_of
 from tests.support import exports
