@@ -7,16 +7,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
+from promptfed.shared import clip
 from promptfed.shared.clip.embedded import EMBEDDED
+from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.permission import permits
 from promptfed.shared.methods import check_fits, method_for
 from promptfed.shared.methods.core.interface import Method, NeedsBackbone, ServerContext
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import AllowedBackbones, BackboneShape, BackboneSpec, FederationSpec
-from promptfed.shared.tensors.torch_tensors import encode
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
 
 BACKBONE_FILE = "PROMPTFED_BACKBONE_FILE"
 """Variable with the file of weights that commands read instead of a download, unless another is given."""
@@ -50,7 +53,7 @@ def open_backbone(
     Raises:
         BackboneError: it cannot be loaded.
     """
-    return load_backbone(
+    return clip.load_backbone(
         spec.model,
         spec.pretrained,
         precision=spec.precision,
@@ -65,7 +68,7 @@ def described(spec: FederationSpec, backbone: Backbone) -> tuple[FederationSpec,
     fingerprint, expected = backbone.fingerprint, spec.backbone.fingerprint
     if expected not in (None, fingerprint):
         raise BackboneError(f"backbone.fingerprint is {expected}, but the backbone here is {fingerprint}")
-    shape, method = shape_of(backbone), method_for(spec)
+    shape, method = clip.shape_of(backbone), method_for(spec)
     if spec.backbone.shape is not None and (other := spec.backbone.shape.differences(shape)):
         raise BackboneError(f"backbone.shape is not that of the backbone here: {other}; leave it out")
     check_fits(method, shape)
@@ -76,6 +79,8 @@ def described(spec: FederationSpec, backbone: Backbone) -> tuple[FederationSpec,
 
 
 def _initial_state(method: Method, spec: FederationSpec, backbone: Backbone, shape: BackboneShape) -> bytes | None:
+    from promptfed.shared.tensors.torch_tensors import encode  # imports torch, which a coordinator does without
+
     names = tuple(spec.class_names) if spec.class_names is not None else None
     context = ServerContext(spec.training, shape, names, (), spec.seed, spec.rounds)
     try:

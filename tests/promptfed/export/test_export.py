@@ -248,7 +248,7 @@ class Command:
 @pytest.fixture
 def command(coordinator: InThread, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Command:
     """The command, with the backbone at hand."""
-    monkeypatch.setattr("promptfed.shared.methods.core.spec_backbone.load_backbone", lambda *names, **how: backbone)
+    monkeypatch.setattr("promptfed.shared.clip.load_backbone", lambda *names, **how: backbone)
     return Command(coordinator)
 
 

@@ -41,7 +41,7 @@ Forgery = Callable[[Path, Card], None]
 @pytest.fixture
 def loaded(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command finds the backbone loaded."""
-    monkeypatch.setattr("promptfed.shared.methods.core.spec_backbone.load_backbone", lambda *names, **how: backbone)
+    monkeypatch.setattr("promptfed.shared.clip.load_backbone", lambda *names, **how: backbone)
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ def test_verify_says_what_was_computed_again_and_what_could_not_be(
     def none(*names: object, **how: object) -> Backbone:
         raise BackboneError("there is no network here")
 
-    monkeypatch.setattr("promptfed.shared.methods.core.spec_backbone.load_backbone", none)
+    monkeypatch.setattr("promptfed.shared.clip.load_backbone", none)
     told = verify(exported, key)
     assert told.exit_code == Exit.OK
     assert "class_weights.safetensors not computed again: there is no network here" in told.stdout
