@@ -21,7 +21,7 @@ from torch import Tensor
 
 from promptfed.client_service import __main__ as command
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.joining import offer
+from promptfed.client_service.joining import joining
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.disclosure import Disclosure
@@ -200,7 +200,7 @@ def test_consent_comes_before_the_backbone_and_the_features(make: Make, monkeypa
         loaded.append("backbone")
         return load_backbone("promptfed-tiny", None)
 
-    monkeypatch.setattr(offer, "open_backbone", load)
+    monkeypatch.setattr(joining, "open_backbone", load)
     features = FeatureCache(make.settings.features_dir)
     owner, coordinator = Owner(answer=False), make.coordinator(rounds=0)
     with pytest.raises(ClientError) as end:

@@ -115,7 +115,7 @@ until [ "$(promptfed federation clients pets --json | grep -o '"active"' | wc -l
 """
 }
 ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-PAGES = [os.path.relpath(page, DOCS) for page in ALL if blocks(page, *SHELL)]
+PAGES = [os.path.relpath(page, DOCS) for page in ALL if page.stem != "CONTRIBUTING" and blocks(page, *SHELL)]
 PYTHON = {
     "README.md": "test_the_python_blocks_of_a_page_run_in_order",
     "docs/reference/api.md": "test_the_python_blocks_of_a_page_run_in_order",

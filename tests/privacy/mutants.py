@@ -45,8 +45,8 @@ KEYS = "    if not limits.peers:\n        return\n    others", "    return\n    
 MUTANTS = (
     Mutant("other_lists", MEMBER, "_has_signed", *SIGNATURE),
     Mutant("forged_signatures", MEMBER, "_has_signed", *SIGNATURE),
-    Mutant("too_few_signatures", MEMBER, "reveal_shares", " or len(known) < roster.threshold:", ":"),
-    Mutant("one_signature_thrice", MEMBER, "reveal_shares", "len(set(known)) < len(known) or ", ""),
+    Mutant("too_few_signatures", MEMBER, "reveal_shares", " or len(signers) < roster.threshold:", ":"),
+    Mutant("one_signature_thrice", MEMBER, "reveal_shares", "len(set(signers)) < len(signers) or ", ""),
     Mutant("a_second_list", SECURE, "SecureWork.answer", "if task.kind in attempt.answers:", "if False:"),
     Mutant("a_second_mask", SECURE, "SecureWork.answer", "if task.kind in attempt.answers:", "if False:"),
     Mutant("another_attempt", SECURE, "SecureWork.expect", "if revealed is not None and (", "if False and ("),
@@ -78,7 +78,7 @@ MUTANTS = (
         "minimum=self._limits.minimum",
     ), Mutant("heavy_weight", MEMBER, "expect_set", "if share > limits.max_own_share:", "if False:"),
     Mutant("light_weights", MEMBER, "expect_set", "if effective < limits.min_effective:", "if False:"),
-    Mutant("strangers", MEMBER, "expect_set", "if known < limits.verified:", "if False:"),
+    Mutant("strangers", MEMBER, "expect_set", "if listed < limits.verified:", "if False:"),
     Mutant("invented_members", MEMBER, "expect_roster", *KEYS),
     Mutant("split_lists", MEMBER, "expect_roster", "    if unlisted > safe:\n", "    if False:\n"),
 )  # fmt: skip

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from promptfed.cli.app import exit_code
 from promptfed.cli.main import app
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
@@ -197,7 +198,7 @@ def test_tls_where_none_is_expected_and_the_reverse_are_named(tmp_path: Path, mo
     def told(url: str, ca_file: Path | None = None) -> str:
         with pytest.raises(PromptfedError) as refusal, Coordinator(url, TOKEN) as api:
             api.send(operations.get_federation("pets"))
-        assert refusal.value.exit == Exit.UNREACHABLE
+        assert exit_code(refusal.value) == Exit.UNREACHABLE
 
         given = {"coordinator": url, "federation": "pets", "data": "none", "state_dir": tmp_path, "ca_file": ca_file}
 

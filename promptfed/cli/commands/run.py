@@ -56,7 +56,7 @@ from promptfed.shared import get_extra
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.errors import BadInput, EndedBadly, Failed, Refused
 from promptfed.shared.methods import resolve_spec
-from promptfed.shared.plain_text import counted
+from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.service.addresses import bind
 from promptfed.shared.service.reasons import Exit
 from promptfed.shared.service.streams import leave
@@ -326,14 +326,15 @@ def launch(
             watcher.note(run.chosen)
         services.permitted = tuple(allow_backbone)
         result = conduct(services, prepared, run.sites, watcher, initial_state, chosen_gpus)
+        noticed = services.api.send(operations.get_remarks(result.federation.id)).view.remarks
     seconds = time.monotonic() - started
     if as_json:
         whole = summary(result, seconds) | {"runtime": runtime}
         print_json({key: whole[key] for key in KEYS})
     else:
         show_result(result, seconds)
-        for remark in remarks(result):
-            say(remark)
+        for remark in noticed:
+            say(plain(remark))
         say(f"State {result.federation.state_hash}")
 
 

@@ -200,3 +200,11 @@ def assert_text_weights_equal(tower: Any, module: torch.nn.Module, ids: torch.Te
     names = [prefix + name for name in names]
     found_by = called(module, lambda: tower.encode_texts(tower.texts(ids)))
     assert_weights_equal(found_by, called(module, lambda: encode(ids)), module, names)
+
+
+@pytest.fixture(scope="module")
+def timm_models() -> None:
+    """timm knows the small models of `tests.support.small_timm`."""
+    from tests.support.small_timm import register
+
+    register()

@@ -27,9 +27,9 @@ from promptfed.shared.data import readers as data_readers
 from promptfed.shared.data.image_files import middle
 from promptfed.shared.data.readers import Readers
 from tests.shared.clip.conftest import CONFIGS, Noise
-from tests.shared.clip.test_timm import of_timm
 from tests.support.equality import assert_values
 from tests.support.far_device import far_device, waits
+from tests.support.small_timm import of_timm
 from tests.support.waiting import PATIENCE
 
 TOWERS = ["small-vit", "small-bidirectional", "small-coca", "small-resnet", "small-timm"]
@@ -39,6 +39,8 @@ from pathlib import Path
 import open_clip
 from promptfed.shared.clip import FeatureCache, load_backbone
 from tests.shared.clip.conftest import Noise
+
+pytestmark = pytest.mark.usefixtures("timm_models")
 torch.set_num_threads(1)
 open_clip.add_model_config(Path(sys.argv[1]))
 cache = FeatureCache(Path(sys.argv[2]))

@@ -22,6 +22,8 @@ from promptfed.shared.clip import (
 from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from tests.shared.clip.conftest import CLASS_NAMES, CONFIGS, noise
 
+pytestmark = pytest.mark.usefixtures("timm_models")
+
 UNKNOWN_NAMES = [
     ("ViT-B-16x", None, "open_clip has no model 'ViT-B-16x'; near: ViT-B-16,"),
     ("promptfed-tinny", "embedded", "near: promptfed-tiny"), ("promptfed-tiny", "openai", "use .embedded."),

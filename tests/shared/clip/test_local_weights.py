@@ -18,9 +18,9 @@ from promptfed.shared.clip import Backbone, BackboneError, hub, load_backbone, s
 from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.clip.towers.text import LowRank
 from tests.shared.clip.conftest import CLASS_NAMES, assert_image_weights_equal, assert_text_weights_equal, noise
-from tests.shared.clip.test_timm import KINDS, entry
 from tests.support.equality import assert_values
 from tests.support.own_images import SHAPES, picture
+from tests.support.small_timm import KINDS, entry
 
 
 @pytest.fixture

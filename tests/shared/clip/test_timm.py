@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,16 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import save_file
-from timm.models._registry import register_model
-from timm.models.vision_transformer import VisionTransformer
 
 from promptfed.shared.clip import BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.loading import VisualBackbone
 from tests.shared.clip.conftest import noise
 from tests.support.equality import assert_gradients, assert_values
+from tests.support.small_timm import KINDS, of_timm
 from tests.support.waiting import PATIENCE
 
-SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4}
-KINDS: dict[str, dict[str, Any]] = {
-    "small_plain": {}, "small_registers": {"reg_tokens": 2, "no_embed_class": True, "init_values": 0.3},
-    "small_average": {"global_pool": "avg", "class_token": False}, "small_prenorm": {"pre_norm": True},
-    "small_map": {"global_pool": "map", "class_token": False},
-}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("timm_models")
+
 UNLOADABLE = [
     ("timm:small_plian", None, "timm has no model 'small_plian'; near: small_plain"),
     ("timm:hf-hub:someone/model", None, "timm has no model 'hf-hub:someone/model'"),
@@ -40,36 +34,6 @@ UNLOADABLE = [
     ("timm:small_altered", None, "is a Altered, which takes no visual prompts"),
     ("timm:test_resnet", None, "which takes no visual prompts: choose a plain vision transformer"),
 ]
-
-
-class Altered(VisionTransformer):
-    """Not plain: what its forward pass does is its own affair."""
-
-
-def entry(name: str, kind: type[VisionTransformer], options: dict[str, Any]) -> None:
-    def make(pretrained: bool = False, **given: Any) -> VisionTransformer:
-        known = {key: value for key, value in given.items() if key in ("num_classes",)}
-        model = kind(**SMALL, **options, **known)
-        model.pretrained_cfg = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
-        return model
-
-    make.__name__ = name
-    register_model(make)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _timm_registered() -> None:
-    for name, options in KINDS.items():
-        entry(name, VisionTransformer, options)
-    entry("small_altered", Altered, {})
-
-
-@cache
-def of_timm(name: str, dtype: torch.dtype = torch.float32) -> VisualBackbone:
-    backbone = load_backbone(f"timm:{name}", None, allow_unregistered=True)
-    assert isinstance(backbone, VisualBackbone)
-    backbone.model.to(dtype)
-    return backbone
 
 
 def literal(model: Any, images: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
