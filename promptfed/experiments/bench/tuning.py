@@ -192,13 +192,15 @@ def choose(
     """The candidate with the highest accuracy in the last rung, or in the one before where a rung was not finished.
 
     Raises:
-        PromptfedError: the run file's own method cannot be simulated, or all candidates have the same accuracy.
+        PromptfedError: the run file's own method cannot be simulated, or all candidates have the template's accuracy.
     """
     race = _Race(runs, plan, progress, clock)
     finals = race.refine(race.halve())
     scores = _scores(finals)
-    if len(scores) > 1 and len(set(scores.values())) == 1:
-        raise BadInput("every candidate has the same accuracy: nothing was trained that shows")
+    if len(scores) > 1 and all(
+        trial.accuracy == mean_of(trial.template) for trials in finals.values() for trial in trials
+    ):
+        raise BadInput("every candidate has the template's accuracy: nothing was trained that shows")
     fits = [candidate for candidate in scores if candidate.method not in race.refused] or [race.default]
     winner = max(fits, key=lambda candidate: (scores[candidate], candidate == race.default))
     best, beside = finals[winner], race.defaults[race.rung[winner]]

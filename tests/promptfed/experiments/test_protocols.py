@@ -452,10 +452,12 @@ def test_a_method_without_a_rate_is_tried_once_in_a_rung() -> None:
     )
 
 
-def test_candidates_that_are_all_alike_are_an_error() -> None:
-    runs = Given({"promptfl": 0.5, "coop": 0.5}, {})
-    with pytest.raises(PromptfedError, match="every candidate has the same accuracy"):
+def test_candidates_that_all_stay_at_the_template_are_an_error() -> None:
+    runs = Given({"promptfl": 0.3, "coop": 0.3}, {})
+    with pytest.raises(PromptfedError, match="every candidate has the template's accuracy"):
         choose(runs, Plan(("coop",), seconds=1e6), clock=runs.clock)
+    equally_good = Given({"promptfl": 1.0, "coop": 1.0}, {})
+    assert choose(equally_good, Plan(("coop",), seconds=1e6), clock=equally_good.clock).winner.method == "promptfl"
 
 
 def test_one_seed_has_no_interval_and_rates_of_every_rung_are_no_edge() -> None:

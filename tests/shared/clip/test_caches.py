@@ -32,6 +32,8 @@ from tests.support.far_device import far_device, waits
 from tests.support.small_timm import of_timm
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("timm_models")
+
 TOWERS = ["small-vit", "small-bidirectional", "small-coca", "small-resnet", "small-timm"]
 SCRIPT = """
 import sys, torch
@@ -39,8 +41,6 @@ from pathlib import Path
 import open_clip
 from promptfed.shared.clip import FeatureCache, load_backbone
 from tests.shared.clip.conftest import Noise
-
-pytestmark = pytest.mark.usefixtures("timm_models")
 torch.set_num_threads(1)
 open_clip.add_model_config(Path(sys.argv[1]))
 cache = FeatureCache(Path(sys.argv[2]))
