@@ -157,7 +157,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _take_turns(app: FastAPI, waiting: opening.Waiting, stopping: asyncio.Event) -> None:
-    """Work whenever no other coordinator does, until ``waiting`` is stopped. Raises CannotOpen, BootstrapFailed,
+    """Work whenever no other coordinator does, until ``waiting`` is stopped. Raises CannotOpen, BadInput,
     OSError.
     """
     while not stopping.is_set():

@@ -27,17 +27,18 @@ from promptfed.coordinator.engine.token_expiry import has_expired
 from promptfed.coordinator.http.connections import ACCEPTED_AT_ONCE, QUEUE, LimitedConnection
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.resources.federations import operations as federations
-from promptfed.coordinator.resources.federations.operations import BootstrapFailed, read_spec
 from promptfed.coordinator.settings import Settings, unread
 from promptfed.coordinator.store import tokens
 from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway
 from promptfed.coordinator.store.opening import Store, open_store
+from promptfed.shared.errors import BadInput
 from promptfed.shared.files import write_whole
 from promptfed.shared.machine import share_heaps
 from promptfed.shared.messages import ENDED
 from promptfed.shared.service.addresses import bind, url_of
 from promptfed.shared.service.open_files import HOW_TO_RAISE, most_connections, raise_open_files
 from promptfed.shared.service.reasons import named, why
+from promptfed.shared.service.yaml_text import read_mapping
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -45,7 +46,7 @@ GRACE_SECONDS = 2  # for answers under way, once waiting requests have been woke
 CANNOT_START = 2
 DATABASE_AWAY = 3
 INTERRUPTED = 130
-NOT_TAKEN_UP = (CannotOpen, BootstrapFailed, DatabaseAway, SQLAlchemyError, OSError)
+NOT_TAKEN_UP = (CannotOpen, BadInput, DatabaseAway, SQLAlchemyError, OSError)
 
 
 class Server(uvicorn.Server):
@@ -121,7 +122,7 @@ def serve(settings: Settings) -> int:
             _check(settings)
             listening = _bind(settings)
             store = open_store(settings) if settings.advertise_url is None else None
-    except (CannotOpen, BootstrapFailed, OSError) as error:
+    except (CannotOpen, BadInput, OSError) as error:
         cause = named(error) if isinstance(error, OSError) else error
         print(f"coordinator: {cause}", file=sys.stderr)
         return CANNOT_START
@@ -233,12 +234,12 @@ def _check(settings: Settings) -> None:
     """Say in one line what would otherwise end the start with a traceback."""
     if settings.bootstrap is not None:
         try:
-            federations.resolve(read_spec(settings.bootstrap))
+            federations.resolve(read_mapping(settings.bootstrap))
         except Refusal as refusal:
-            raise BootstrapFailed(f"{settings.bootstrap}: {refusal.detail}") from None
+            raise BadInput(f"{settings.bootstrap}: {refusal.detail}") from None
     if settings.enrolment_token_file is not None and not os.access(settings.enrolment_token_file.parent, os.W_OK):
         text = f"cannot write the enrolment token into {settings.enrolment_token_file.parent}: make the folder writable"
-        raise BootstrapFailed(f"{text}, or mount the volume from which clients read it there")
+        raise BadInput(f"{text}, or mount the volume from which clients read it there")
     if settings.tls_cert is not None:
         try:
             # An empty password: nobody is there to be asked for one.

@@ -18,7 +18,6 @@ from promptfed.console.output import (
     messages,
     note,
     print_json,
-    read_spec,
     say,
     table,
     whole_numbers,
@@ -55,6 +54,7 @@ from promptfed.experiments.bench.tables import (
 from promptfed.shared import get_extra
 from promptfed.shared.errors import BadInput, PromptfedError
 from promptfed.shared.plain_text import listed
+from promptfed.shared.service.yaml_text import read_mapping
 from promptfed.shared.spec.spec import AllowedBackbones
 
 EVALUATIONS = 10  # of a federation beside the first: a curve, for a tenth of what evaluating each round may cost
@@ -334,7 +334,7 @@ def run_preset(
 
 
 def _base(spec: Path | None, rounds: int | None) -> RawSpec:
-    base = read_spec(spec) if spec is not None else {}
+    base = read_mapping(spec) if spec is not None else {}
     if "method" in base:
         raise BadInput(f"{spec} names a method: leave it out, --methods names them")
     if "seed" in base:

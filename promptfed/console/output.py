@@ -163,27 +163,6 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     return numbers
 
 
-def read_spec(path: Path) -> dict[str, Any]:
-    """Read the unresolved spec in a YAML or JSON file.
-
-    Raises:
-        PromptfedError: the file cannot be read, is not YAML, or does not hold a mapping.
-    """
-    import yaml
-
-    from promptfed.shared.service.yaml_text import read_yaml
-
-    try:
-        raw = read_yaml(path.read_text())
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {why(error)}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is not YAML: {why(error)}") from None
-    if not isinstance(raw, dict):
-        raise BadInput(f"{path} must hold a mapping, such as `name: eyes`")
-    return raw
-
-
 def read_federation(path: Path) -> dict[str, Any]:
     """The spec in a file, also in a run file, whose clients and clock are left out. Raises PromptfedError."""
     return read_federation_and_data(path)[0]
@@ -191,7 +170,9 @@ def read_federation(path: Path) -> dict[str, Any]:
 
 def read_federation_and_data(path: Path) -> tuple[dict[str, Any], list[str]]:
     """As `read_federation`, and the URIs of a run file's clients."""
-    raw = read_spec(path)
+    from promptfed.shared.service.yaml_text import read_mapping
+
+    raw = read_mapping(path)
     return {key: value for key, value in raw.items() if key not in ("clients", "clock")}, data_in(raw.get("clients"))
 
 

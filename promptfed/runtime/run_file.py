@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from promptfed.console.output import read_spec
 from promptfed.runtime.processes import Site
 from promptfed.shared.data import DataError
 from promptfed.shared.errors import BadInput
 from promptfed.shared.messages import Role
 from promptfed.shared.methods import needs_class_names, with_default_backbone
 from promptfed.shared.plain_text import counted
+from promptfed.shared.service.yaml_text import read_mapping
 from promptfed.shared.spec.spec import NAME_PATTERN, FederationSpec, Name, SpecError
 
 INDEX, COUNT = "{index}", "{count}"
@@ -72,7 +72,7 @@ def read_run(path: Path, clients: int | None = None) -> RunFile:
         PromptfedError: the file cannot be read, ``clients`` is missing or invalid (with its path), a name occurs twice,
             or more trainers are requested than the file lists.
     """
-    raw = read_spec(path)
+    raw = read_mapping(path)
     if "clients" not in raw:
         text = f"{path} has no `clients`: list them as `- {{name: eyes, data: 'folder:/data/eyes'}}`"
         raise BadInput(text)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from promptfed.shared.canonical import parse_json
-from promptfed.shared.service.reasons import NESTED
+from promptfed.shared.errors import BadInput
+from promptfed.shared.service.reasons import NESTED, why
 
 MOST_NESTED = 50  # levels of lists and mappings, of which no run file has ten
 MOST_PARTS = 20_000  # of a text from the network: keys, values, and both ends of lists and mappings
@@ -67,6 +69,23 @@ def read_yaml(text: str | bytes, aliases: bool = True) -> Any:
             yaml.load(shown, _Loader)  # noqa: S506 - a safe loader
         raise
     return value
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file, such as an unresolved spec.
+
+    Raises:
+        BadInput: the file cannot be read, is not YAML, or does not hold a mapping.
+    """
+    try:
+        raw = read_yaml(path.read_text())
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {why(error)}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is not YAML: {why(error)}") from None
+    if not isinstance(raw, dict):
+        raise BadInput(f"{path} must hold a mapping, such as `name: eyes`")
+    return raw
 
 
 def _expect_flat(value: Any) -> None:

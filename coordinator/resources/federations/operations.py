@@ -31,6 +31,7 @@ from promptfed.coordinator.store.tokens import digest, write_secret
 from promptfed.shared.api.api_schemas import TokenRequest
 from promptfed.shared.canonical import canonical_json, parse_json
 from promptfed.shared.clip.sizes import shape_by_name
+from promptfed.shared.errors import BadInput
 from promptfed.shared.methods import check_fits, make_method, resolve_spec, with_default_backbone
 from promptfed.shared.methods.core.array_library import needs_torch_always
 from promptfed.shared.methods.core.costs import allowed_rounds
@@ -41,7 +42,7 @@ from promptfed.shared.plain_text import plain
 from promptfed.shared.privacy.noise import Noise
 from promptfed.shared.service.fault_points import point
 from promptfed.shared.service.reasons import why
-from promptfed.shared.service.yaml_text import read_yaml
+from promptfed.shared.service.yaml_text import read_mapping, read_yaml
 from promptfed.shared.spec.spec import FederationSpec, SpecError
 from promptfed.shared.tensors import TensorError, check, decode, state_hash
 
@@ -245,18 +246,17 @@ def _expect_enrolling(federation: Federation) -> None:
         raise problems.WrongState(text, state=federation.run.state)
 
 
-class BootstrapFailed(Exception):
-    """The spec cannot be read or run."""
-
-
 def bootstrap(registry: Registry, settings: Settings) -> None:
     """Create the settings' federation if it does not exist, and write an enrolment token unless there is a valid one.
 
     The token is for as many clients as the settings say, or the spec's ``min_clients``, minus the enrolled ones.
+
+    Raises:
+        BadInput: the file cannot be read, or its spec cannot be run here.
     """
     if settings.bootstrap is None:
         return
-    raw = read_spec(settings.bootstrap)
+    raw = read_mapping(settings.bootstrap)
     federation = next((one for one in registry.federations.values() if one.name == raw.get("name")), None)
     path = settings.enrolment_token_file
     try:
@@ -272,7 +272,7 @@ def bootstrap(registry: Registry, settings: Settings) -> None:
                 minted = tokens.mint(registry, federation.id, TokenRequest(uses=missing), settings.token_hours)
                 write_secret(path, minted.token)
     except Refusal as refusal:
-        raise BootstrapFailed(f"{settings.bootstrap}: {refusal.detail}") from None
+        raise BadInput(f"{settings.bootstrap}: {refusal.detail}") from None
 
 
 def _plain(spec: FederationSpec) -> dict[str, Any]:
@@ -306,19 +306,6 @@ def read_run(text: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise problems.InvalidSpec("this is no run file: it begins with settings, such as `name: eyes`")
     return with_default_backbone(raw, data_in(raw.get("clients")))[0]
-
-
-def read_spec(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file. Raises BootstrapFailed."""
-    try:
-        raw = read_yaml(path.read_text())
-    except OSError as error:
-        raise BootstrapFailed(f"cannot read {path}: {why(error)}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BootstrapFailed(f"{path} is not YAML: {why(error)}") from None
-    if not isinstance(raw, dict):
-        raise BootstrapFailed(f"{path} must hold a mapping, such as `name: eyes`")
-    return raw
 
 
 def _is_good(federation: Federation, path: Path) -> bool:

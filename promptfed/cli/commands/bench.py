@@ -24,7 +24,6 @@ from promptfed.console.output import (
     note,
     percent,
     print_json,
-    read_spec,
     say,
     size,
     table,
@@ -34,6 +33,7 @@ from promptfed.console.output import (
 from promptfed.runtime.run_file import read_run
 from promptfed.shared.errors import BadInput
 from promptfed.shared.plain_text import counted, shortened
+from promptfed.shared.service.yaml_text import read_mapping
 
 if TYPE_CHECKING:
     from promptfed.experiments.bench.tuning import Chosen, Gain
@@ -176,4 +176,4 @@ def _seeds(text: str) -> tuple[int, ...]:
 def _text(path: Path, changes: dict[str, Any], chosen: Chosen, share: float) -> str:
     """The run file with ``changes``, under a comment that names the winner, its gains and how it was chosen."""
     head = f"# By `promptfed tune` on {share:g} of the training images held out: {_words(chosen)}\n"
-    return head + yaml.safe_dump(read_spec(path) | changes, sort_keys=False, allow_unicode=True)
+    return head + yaml.safe_dump(read_mapping(path) | changes, sort_keys=False, allow_unicode=True)
