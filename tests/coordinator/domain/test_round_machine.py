@@ -18,7 +18,9 @@ from promptfed.coordinator.domain.round_machine import (
     Machine,
     NotEnoughTrainers,
     WrongMoment,
+    answers_needed,
     poisson_sample,
+    present,
     steps_of,
 )
 from promptfed.coordinator.domain.run_state import (
@@ -41,7 +43,7 @@ from promptfed.coordinator.domain.run_state import (
 from promptfed.shared.messages import ENDED
 from promptfed.shared.secagg import MOST_CLIENTS
 from promptfed.shared.seeds import sampling_order
-from promptfed.shared.spec.sections import SecureAggregationSpec
+from promptfed.shared.spec.sections import FINAL, SecureAggregationSpec
 
 ONE = (PhasePlan("train"),)
 TWO = (PhasePlan("prompts"), PhasePlan("aggregators"))
@@ -180,6 +182,7 @@ def test_a_method_without_phases_only_evaluates() -> None:
     while play.run.state == "running":
         play.all_answer()
     assert [fact.round for fact in of(Opened, play.facts)] == [0, 2, 3]
+    assert (play.run.answered_first, play.run.sample_size) == ((), 0), "of training alone"
 
 
 def test_an_evaluation_closes_at_its_deadline_without_a_quorum() -> None:
@@ -259,6 +262,27 @@ def test_resuming_after_a_missed_quorum_asks_again_and_gives_the_whole_deadline(
     assert of(Closed, play.facts)[-1] == Closed(("a", "b", "c"), 3)
 
 
+@pytest.mark.parametrize("state", ["enrolling", "running", "paused"])
+def test_damage_pauses_until_it_is_mended_and_a_start_may_be_refused(state: str) -> None:
+    play = Play(rules(), "a")
+    play.send(run_state.StartRefused("no state"))
+    assert (play.run.state, play.run.reason, play.run.is_damaged) == ("enrolling", "no state", False)
+    if state != "enrolling":
+        play.start()
+        with pytest.raises(WrongMoment):
+            play.send(run_state.StartRefused("too late"))
+    if state == "paused":
+        play.send(run_state.NotComputed("no torch"))
+        assert (play.run.state, play.run.reason) == ("paused", "no torch")
+        for event in (run_state.Damaged("a blob"), run_state.NotComputed("again"), run_state.Pause()):
+            with pytest.raises(WrongMoment):
+                play.send(event)
+        return
+    play.send(run_state.Damaged("a blob"))
+    paused = "paused" if state == "running" else "enrolling"
+    assert (play.run.state, play.run.reason, play.run.is_damaged) == (paused, run_state.DAMAGED + "a blob", True)
+
+
 def test_a_pause_holds_everything_and_a_resume_gives_the_whole_deadline_again() -> None:
     play = training(rules(), "a")
     play.later(5)
@@ -272,6 +296,11 @@ def test_a_pause_holds_everything_and_a_resume_gives_the_whole_deadline_again() 
     assert play.run.stage is None, "work under way is finished, nothing new is opened"
     play.send(Resume(play.now))
     assert play.open == ["a"]
+    play = training(rules(), "a", "b")
+    play.send(run_state.Failed("a", play.now))
+    for event in (run_state.Pause(), Resume(play.now)):
+        play.send(event)
+    assert (play.open, play.run.stage.having("failed")) == (["b"], ["a"]), "who failed is asked again after a quorum"
 
 
 def test_a_restart_gives_the_whole_deadline_again() -> None:
@@ -279,6 +308,28 @@ def test_a_restart_gives_the_whole_deadline_again() -> None:
     play.now = 1000
     play.send(run_state.Restarted(play.now))
     assert (play.run.stage.deadline, play.open) == (1010, ["a"])
+    play.run = replace(play.run, stage=None)  # ended between two stages
+    play.send(run_state.Restarted(play.now))
+    assert play.open == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("given", "step", "gone", "there", "needed"),
+    [
+        ({}, 0, 0, 4, 2), ({}, 0, 1, 3, 2), ({}, 0, 2, 2, 1), ({}, 0, 4, 1, 1), ({}, 1, 4, 1, 1),
+        ({"least_answers": 3}, 0, 2, 2, 3), ({"poisson_key": "5e" * 32}, 0, 3, 1, 1),
+        ({"poisson_key": "5e" * 32, "least_answers": 2}, 0, 4, 0, 0),
+        ({"secure": SecureAggregationSpec()}, 0, 3, 3, 2), ({"secure": SecureAggregationSpec()}, 5, 3, 1, 1),
+    ],
+)  # fmt: skip
+def test_so_many_answers_close_a_stage(given: Any, step: int, gone: int, there: int, needed: int) -> None:
+    own = rules(quorum=0.5, **given)
+    for statuses in (("withdrawn", "discarded"), ("discarded", "withdrawn")):
+        asks = {f"c{place}": statuses[place % 2] if place < gone else "open" for place in range(4)}
+        stage = run_state.Stage("train", "train", asks, 4, 10.0)
+        assert (present(own, Run(step=step), stage), answers_needed(own, Run(step=step), stage)) == (there, needed)
+        more = replace(stage, asks=asks | {"spare": "open"})
+        assert present(own, Run(step=step), more) == (there if gone == 0 else max(there, 4 - (gone - 1)))
 
 
 def test_a_withdrawn_client_is_not_waited_for() -> None:
@@ -375,6 +426,32 @@ def test_the_second_phase_goes_on_without_one_who_was_withdrawn_between_the_phas
     assert of(Closed, play.facts)[-1] == Closed(("a", "c"), 2)
 
 
+def test_a_phase_that_asks_all_goes_on_without_those_of_the_first() -> None:
+    play = training(rules(TWO_ALL, fraction=0.5), "a", "b", "c", "d")
+    first = play.open
+    play.all_answer()
+    for name in first:
+        play.send(Withdraw(name, False, play.now))
+    play.done()
+    assert (play.open, play.run.stage.sample_size) == (sorted(set("abcd") - set(first)), 1)
+
+
+def test_the_best_round_is_tested_once_after_the_last() -> None:
+    for budget, last in ((None, 2), (1, 1), (3, 2)):
+        play = Play(rules(selects=True, budget_rounds=budget, evaluate_every=5), "a").start()
+        to_the_end(play)
+        found = [(one.round, one.name) for one in of(Opened, play.facts) if one.kind == "evaluate"]
+        assert found == [(0, "evaluation"), (last, "evaluation"), (last, FINAL)]
+        assert play.run.reason == ("privacy_budget" if last == 1 else None)
+
+
+def test_without_rounds_whoever_is_there_is_enough_to_start() -> None:
+    play = Play(rules(rounds=0, phases=()), evaluators=("z",)).start().evaluated()
+    assert play.run.state == "finished"
+    with pytest.raises(NotEnoughTrainers):
+        Play(rules(), evaluators=("z",)).start()
+
+
 def test_newcomers_join_when_a_round_opens() -> None:
     play = training(rules(), "a")
     play.send(Enrolled("b", "trainer"))
@@ -406,6 +483,9 @@ def test_newcomers_can_save_a_missed_quorum() -> None:
 
 def test_a_cancelled_run_takes_nothing_any_more() -> None:
     play = training(rules(), "a", "b")
+    over = training(rules(), "a").all_answer()
+    over.send(run_state.Cancel())
+    assert (over.run.stage, over.run.due_job, over.run.state) == (None, None, "cancelled"), "also what was due"
     facts = play.send(run_state.Cancel())
     assert [one.status for one in of(run_state.Settled, facts)] == ["cancelled", "cancelled"]
     ended = [run_state.JobDone(0), run_state.Cancel(), run_state.Pause(), Resume(0), Withdraw("a", False, 0)]
@@ -800,6 +880,53 @@ def test_two_phases_each_have_their_own_steps() -> None:
         run.send(AnsweredLast("a", run.now))
         run.done()
     assert run.run.stage.kind == "evaluate"
+
+
+def test_who_is_left_out_of_shares_is_missed_in_this_attempt_and_later_in_the_next() -> None:
+    run = play().all_answer()
+    answer(run, "a", "b", "c")
+    run.send(run_state.LeftOut(("e",), run.now))
+    assert (run.run.stage.name, run.open, run.run.cohort) == ("train/share", ["d"], ("a", "b", "c", "d"))
+    assert run.run.stage.having("failed") == ["e"]
+    answer(run, "d")
+    assert (run.run.stage.name, run.open) == ("train/mask", ["a", "b", "c", "d"])
+    answer(run, "a", "b")
+    run.send(run_state.LeftOut(("b",), run.now))
+    assert (run.run.stage.name, run.open) == ("train/2", ["a", "c", "d"]), "a roster was told: the next attempt"
+    assert (run.run.cohort, run.run.previous) == (("a", "c", "d"), ())
+    for wrong in (run_state.LeftOut(("a",), run.now), AnsweredLast("a", run.now)):
+        with pytest.raises(WrongMoment):
+            run.send(wrong)
+    run.all_answer()
+    run.send(run_state.LeftOut(("a",), run.now))
+    assert (run.run.state, run.run.reason) == ("paused", run_state.QUORUM_MISSED), "two are too few, and none follows"
+
+
+def test_who_counts_in_the_first_sum_is_asked_for_the_second() -> None:
+    run = Play(secure(TWO), *FIVE).start().evaluated().all_answer().all_answer()
+    answer(run, "a", "b", "c", "d")
+    run.later(6)
+    run.all_answer()
+    for wrong in ("e", "nobody"):
+        with pytest.raises(WrongMoment):
+            run.send(AnsweredLast(wrong, run.now))
+    run.send(AnsweredLast("a", run.now))
+    run.done()
+    assert (run.run.stage.name, run.open, run.run.stage.sample_size) == ("aggregators", ["a", "b", "c", "d"], 5)
+    run.all_answer().all_answer()
+    answer(run, "a", "b", "c")
+    run.later(6)
+    assert (run.run.stage.name, run.run.answered_first) == ("aggregators/confirm", ("a", "b", "c", "d"))
+
+
+def test_another_attempt_asks_nobody_new() -> None:
+    run = Play(replace(secure(), fraction=0.6), *FIVE).start().evaluated()
+    first = run.open
+    run.all_answer()
+    late(run)
+    assert (run.run.stage.name, run.open) == ("train/2", first)
+    late(run)
+    assert (run.run.state, sorted(run.run.stage.asks)) == ("paused", first)
 
 
 class SecureInAnyOrder(Steered):
