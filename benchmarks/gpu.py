@@ -79,6 +79,7 @@ KEY = "a5" * 32
 MIB = 1 << 20
 PAGE = DOCS / "results" / "gpu.md"
 NUMBERS = PAGE.with_suffix(".jsonl")
+TROUBLE = ("failed", "skipped")
 BEGIN, END = "<!-- tables -->\n", "<!-- end of the tables -->\n"
 Case = Mapping[str, Any]
 TITLES = {
@@ -396,7 +397,7 @@ def page(numbers: Mapping[str, Any], text: str) -> str:
     """The page ``text`` with the tables of the numbers between its two marks."""
     about = numbers["about"]
     lines = [
-        f"Device: {about['device']}, torch {about['torch']}; {numbers['seconds']:.0f} s in all. "
+        f"Device: {about['device']}, torch {about['torch']}; {numbers['seconds']:.0f} s, all calls together. "
         "ViT-B-16 unless another is named.",
         "",
     ]
@@ -417,35 +418,34 @@ def read(path: Path) -> dict[str, Any]:
         if "case" in line:
             numbers["parts"].setdefault(line.pop("part"), {})[line.pop("case")] = line
         else:
-            numbers |= line
+            numbers |= line | {"seconds": numbers["seconds"] + line.get("seconds", 0.0)}
     return numbers
 
 
 def _methods(cases: Mapping[str, Case]) -> str:
     rows = []
-    for name, case in cases.items():
+    for name, case in sorted(cases.items()):
         if name.endswith(" cpu"):
             continue
         cpu = cases.get(f"{name} cpu", {})
         cells = [case.get("task_seconds"), case.get("peak_mib"), cpu.get("task_seconds"), cpu.get("distance")]
-        remark = _remark(case) or _remark(cpu)
-        rows.append([f"{_short(name)}{f' ({remark})' if remark else ''}", *map(_cell, cells)])
+        rows.append([_named(name, case, cpu), *map(_cell, cells)])
     return table(["method", "task, s", "peak, MiB", "task on the CPU, s", "state apart"], rows)
 
 
-def _short(name: str) -> str:
-    """A case without the backbone of most."""
-    return name.removeprefix("ViT-B-16 ")
+def _named(name: str, *cases: Case) -> str:
+    """A case without the backbone of most, and why it has no figures."""
+    remark = next((str(case[key]) for case in cases for key in TROUBLE if key in case), "")
+    return name.removeprefix("ViT-B-16 ") + (f" ({remark})" if remark else "")
 
 
 def _cases(cases: Mapping[str, Case]) -> str:
-    keys = sorted({key for case in cases.values() for key in case} - {"loss", "state_hash", "weights_mib"})
-    rows = [[_short(name), *(_cell(case.get(key)) for key in keys)] for name, case in cases.items()]
+    keys = sorted(
+        {key for case in cases.values() for key in case}
+        - {"loss", "pictures", "state_hash", "state_hashes", "weights_mib", *TROUBLE}
+    )
+    rows = [[_named(name, case), *(_cell(case.get(key)) for key in keys)] for name, case in cases.items()]
     return table(["case", *keys], rows)
-
-
-def _remark(case: Case) -> str:
-    return str(case.get("failed") or case.get("skipped") or "")
 
 
 def _cell(value: object) -> str:

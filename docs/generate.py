@@ -28,6 +28,7 @@ VIT_B_16 = BackboneShape(
     d_t=512, d_v=768, d_e=512, text_layers=12, vision_layers=12, context_length=77, patch_size=16, patch_tokens=196,
     mlp_width=3072, positions=197, heads_v=12, heads_t=8,
 )  # fmt: skip
+FILLED_IN = ("backbone.shape", "origin")  # by programs, not by people: /openapi.json has their fields
 RANGES = "`whole 1–64` is a whole number from 1 to 64, `>0–1` a number above 0 and up to 1."
 
 
@@ -63,7 +64,7 @@ def _sections(schema: dict[str, Any], models: dict[str, Any], path: str) -> Iter
     for key, field in schema["properties"].items():
         full = f"{path}.{key}" if path else key
         model = _model(field)
-        if model:
+        if model and full not in FILLED_IN:
             inner.append((models[model], full))
         if model and not field.get("description"):
             continue  # its own table follows
@@ -134,45 +135,57 @@ def options() -> str:
     rows: dict[str, dict[str, dict[str, list[str]]]] = {}
     for name in sorted(METHODS):
         for key, field in METHODS[name].Hyper.model_json_schema()["properties"].items():
-            default = code(shown_value(field.get("default"))) or "`none`"
-            may_be = "" if field.get("type") == "boolean" else f" of {_values(field, {})}"
-            meanings = rows.setdefault(key, {}).setdefault(cell(field.get("description")), {})
-            meanings.setdefault(default + may_be, []).append(name)
-    told = [
-        [f"`{key}`", "<br>".join(_told(meaning, values) for meaning, values in meanings.items())]
-        for key, meanings in sorted(rows.items())
-    ]
+            meaning = cell(field.get("description"))
+            meanings = rows.setdefault(key, {}).setdefault(meaning, {})
+            meanings.setdefault(_default(field, meaning), []).append(name)
+    told = [[f"`{key}`", "<br>".join(_told(meanings))] for key, meanings in sorted(rows.items())]
     return (
         "# Options of methods\n\nThey stand beside `name` under `method` in a [spec](spec.md). In brackets are "
-        f"methods, default and what it may be. {RANGES}\n\n" + table(["option", "meaning"], told) + "\n"
-    )
-
-
-def _told(meaning: str, values: dict[str, list[str]]) -> str:
-    return f"{meaning} ({'; '.join(f'{_named(names)}: {shown}' for shown, names in values.items())})"
-
-
-def _named(names: list[str]) -> str:
-    """Methods by name, or those that are missing where these are more."""
-    others = [f"`{name}`" for name in sorted(METHODS) if name not in names]
-    if len(names) <= len(others):
-        return ", ".join(f"`{name}`" for name in names)
-    return f"all but {', '.join(others)}" if others else "all"
-
-
-def costs() -> str:
-    """What a round of each method costs a client."""
-    head = ["method", "numbers down", "numbers up", "bytes both ways", "further bytes, once, at the end"]
-    return (
-        "# What a round costs\n\n"
-        "What one client receives and sends in a round, with ViT-B/16, two class names, three clients of a domain each "
-        "and each method's defaults; metrics are not counted. `promptfed methods NAME` names the tensors.\n\n"
-        + table(head, map(_cost, METHODS.own()))
+        "methods and default; `promptfed methods NAME` has the options of one method, also where it is one of "
+        "*others* or none is named. A value out of range is refused with its range.\n\n"
+        + table(["option", "meaning"], told)
         + "\n"
     )
 
 
-def _cost(name: str) -> list[str]:
+def _default(field: dict[str, Any], meaning: str) -> str:
+    """The default, unless the meaning says it, and the words to choose among that it does not say."""
+    default, said = shown_value(field.get("default")), meaning.replace(":", "").split()
+    words = [f"`{value}`" for value in field.get("enum", ()) if value not in (default, *said)]
+    silent = default in ("", "none") and not words
+    return "" if silent else " or ".join([code(default), *words])
+
+
+def _told(meanings: dict[str, dict[str, list[str]]]) -> Iterable[str]:
+    """Each meaning of an option with its defaults and methods; the largest group of them is 'the others'."""
+    largest = max((names for values in meanings.values() for names in values.values()), key=len)
+    alone = sum(map(len, meanings.values())) == 1
+    for meaning, values in meanings.items():
+        each = []
+        for shown, names in values.items():
+            named = ", ".join(f"`{name}`" for name in names)
+            if names is largest and len(names) > 3:
+                named = "" if alone else "others"
+            each.append(": ".join(filter(None, [named, shown])))
+        yield f"{meaning} ({'; '.join(each)})" if any(each) else meaning
+
+
+def costs() -> str:
+    """What a round of each method costs a client."""
+    head = ["methods", "numbers down", "numbers up", "bytes both ways", "further bytes, once, at the end"]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in METHODS.own():
+        rows.setdefault(_cost(name), []).append(f"`{name}`")
+    return (
+        "# What a round costs\n\n"
+        "What one client receives and sends in a round, with ViT-B/16, two class names, three clients of a domain each "
+        "and each method's defaults; metrics are not counted. `promptfed methods NAME` names the tensors.\n\n"
+        + table(head, [[", ".join(names), *cost] for cost, names in rows.items()])
+        + "\n"
+    )
+
+
+def _cost(name: str) -> tuple[str, ...]:
     """Numbers down and up, bytes of a round, and further bytes of the last one."""
     method = make_method({"name": name})
     context = ServerContext(TrainingSpec(), VIT_B_16, ("a", "b"), SITES, seed=0, rounds=3)
@@ -182,7 +195,7 @@ def _cost(name: str) -> list[str]:
     counts = [sum(math.prod(spec.resolve(sizes)) for spec in specs) for specs in ways]
     size = sum(_bytes(specs, sizes) for specs in ways)
     once = sum(_bytes((*phase.down, *phase.up), sizes) for phase in last) - size
-    return [f"`{name}`", *(f"{count:,}" for count in (*counts, size)), f"{once:,}" if once else ""]
+    return (*(f"{count:,}" for count in (*counts, size)), f"{once:,}" if once else "")
 
 
 def _bytes(specs: Iterable[TensorSpec], sizes: dict[str, int]) -> int:

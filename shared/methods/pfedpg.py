@@ -74,9 +74,7 @@ class PFedPGHyper(VisualHyper):
         "adam", "takes one step a round on generator, basis and descriptors"
     )
     generator_learning_rate: float = pf.option(0.001, "its rate α", gt=0, le=1000)
-    projected: bool = pf.option(
-        False, "the head stands on the feature behind the image tower's projection, not before it"
-    )
+    projected: bool = pf.option(False, "the linear head stands on the feature behind the image tower's projection")
     head_learning_rate: HeadRate = None
 
 

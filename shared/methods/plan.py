@@ -31,7 +31,7 @@ class PlanHyper(VisualHyper):
     """PLAN's hyperparameters (section V-C) and the ablations of its Table VI."""
 
     m: int = pf.option(8, "prompt tokens in each block, text and visual alike", ge=1, le=64)
-    depth: int | None = pf.option(None, "blocks with prompts, counted from the first; default: all", ge=1, le=256)
+    depth: int | None = pf.option(None, "blocks with prompts, counted from the first; null: all", ge=1, le=256)
     alpha: float = pf.option(1.0, "weight α of the KL divergence to the global prediction; 0: without it", ge=0, le=1e6)
     zero_shot_reference: bool = pf.option(
         True, "round 1 takes zero-shot CLIP for the global prediction; false: no KL in round 1"

@@ -61,6 +61,17 @@ def test_a_case_that_fails_or_has_no_time_is_told_and_the_others_stay(tmp_path: 
     }
 
 
+def test_the_seconds_are_those_of_all_calls(tmp_path: Path) -> None:
+    file = tmp_path / "figures.jsonl"
+    for seconds in (500.0, 283.0):
+        gpu.append(file, {"about": {"device": "one", "torch": "2"}, "smoke": False})
+        gpu.append(file, {"part": "steps", "case": "ViT-B-16 plan 10", "ours, s": seconds})
+        gpu.append(file, {"seconds": seconds})
+    told = gpu.page(gpu.read(file), gpu.BEGIN + gpu.END)
+    assert "783 s, all calls together" in told
+    assert "| plan 10 | 283 |" in told
+
+
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main([]) == 1
