@@ -521,8 +521,8 @@ def plan(
     training = {"batch_size": 4, "epochs": 1, "threads": threads, **changes.pop("training", {})}
     uris = [DATA.format(style=STYLES[n % len(STYLES)]) for n in range(clients)]
     chosen: dict[str, Any] = {"name": method} if isinstance(method, str) else method
-    known = METHODS[chosen["name"]].Hyper.model_fields
-    chosen = {key: value for key, value in SHORT.items() if key in known} | chosen
+    options = METHODS[chosen["name"]].Hyper.model_fields
+    chosen = {key: value for key, value in SHORT.items() if key in options} | chosen
     spec = {
         "name": "gpu",
         "method": chosen,
@@ -585,8 +585,8 @@ def methods(part: Part) -> None:
         return figures
 
     def on_cpu(model: str, name: str) -> dict[str, Any]:
-        wanted, figures = part.run(model, name, "cpu")
-        apart = distance(results[model, name].state, wanted.state)
+        reference, figures = part.run(model, name, "cpu")
+        apart = distance(results[model, name].state, reference.state)
         return {"task_seconds": figures["task_seconds"], "distance": apart}
 
     end = part.until
@@ -708,7 +708,7 @@ def memory(part: Part) -> None:
     spec, sites = plan(model, pretrained, "plan", 2, training=training)
 
     def measure() -> dict[str, Any]:
-        wanted, figures = part.run(model, "plan", part.device, training=training)
+        reference, figures = part.run(model, "plan", part.device, training=training)
         part._backbones.clear()
         _begin(part.device)
         with tempfile.TemporaryDirectory(dir=part.out.parent) as place:
@@ -719,7 +719,7 @@ def memory(part: Part) -> None:
                 none = Limit((figures["weights_mib"] + 16) * MIB)
                 between = Limit((figures["weights_mib"] + figures["peak_mib"]) * MIB // 2)
                 small, _ = conducted(spec, sites, 1, part.device, folder / "small", between)
-                figures["distance_on_a_small_device"] = distance(small.state, wanted.state)
+                figures["distance_on_a_small_device"] = distance(small.state, reference.state)
             try:
                 conducted(spec, sites, 1, part.device, folder / "none", none)
             except PromptfedError as error:

@@ -233,8 +233,8 @@ class Campaign:
         mutants = drawn(options.seed, options.folders, options.count)
         for mutant in mutants:
             rows = kept(mutant)
-            known = rows.get(options.tier, {}).get("tests") == tests
-            if not known and KILLED not in [row["verdict"] for row in rows.values()]:
+            tried = rows.get(options.tier, {}).get("tests") == tests
+            if not tried and KILLED not in [row["verdict"] for row in rows.values()]:
                 self._try(mutant, tests)
         report(mutants)
         return True
@@ -246,9 +246,9 @@ class Campaign:
             if fresh:
                 print(f"{where} {file}: noting what its tests run", flush=True)
                 forked(lambda: self._trace(file, place), 600, HERE / "log")
-            known = json.loads(place.read_text()) if place.exists() else {"of": {file: ""}}
-            if all((ROOT / name).exists() and digest(name) == was for name, was in known["of"].items()):
-                self.mapped[file] = known
+            noted = json.loads(place.read_text()) if place.exists() else {"of": {file: ""}}
+            if all((ROOT / name).exists() and digest(name) == was for name, was in noted["of"].items()):
+                self.mapped[file] = noted
                 return
 
     def _trace(self, file: str, place: Path) -> int:
@@ -296,8 +296,8 @@ class Campaign:
         if items:
             code = forked(lambda: self._run(mutant, items), self.options.limit, HERE / "log")
             verdict = {0: SURVIVED, 99: NOT_RUN, None: UNFINISHED}.get(code, KILLED)
-            told = (HERE / "log").read_text(errors="replace").splitlines()
-            by = next((line for line in reversed(told) if line.startswith("FAILED ")), f"ended with {code}")
+            log = (HERE / "log").read_text(errors="replace").splitlines()
+            by = next((line for line in reversed(log) if line.startswith("FAILED ")), f"ended with {code}")
         row = {"mutant": mutant.name, "source": digest(mutant.path), "tests": tests, "tier": self.options.tier}
         with RESULTS.open("a") as out:
             out.write(json.dumps(row | {"verdict": verdict, "by": by}) + "\n")

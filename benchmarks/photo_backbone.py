@@ -166,9 +166,9 @@ def train(head: Head, args: argparse.Namespace) -> open_clip.CLIP:
     """The text tower for ``head``; the image tower of the model stays as it was drawn."""
     model, (names, groups) = fresh_model(photo.MODEL, args.seed, "pretrain", "initial"), meanings()
     table = drawn_rows(load_file(tiny.weights_path())[TABLE].float(), photo.config()["text_cfg"]["width"])
-    known = {token for text in (*names, *groups) for word in text.words for token in encode(word)}
-    known |= {token for template in TEMPLATES for token in encode(template.format("x"))}
-    model.token_embedding = KnownTokens(table, sorted(known | set(pad([[]])[0].tolist())))
+    token_ids = {token for text in (*names, *groups) for word in text.words for token in encode(word)}
+    token_ids |= {token for template in TEMPLATES for token in encode(template.format("x"))}
+    model.token_embedding = KnownTokens(table, sorted(token_ids | set(pad([[]])[0].tolist())))
     trained = [p for name, p in model.named_parameters() if not name.startswith("visual") and name != "logit_scale"]
     optimizer, start = optimizer_of(trained, args.lr), time.monotonic()
     left: list[int] = []
@@ -253,11 +253,11 @@ def make(args: argparse.Namespace) -> None:
     model = train(head, args)
     refit(model, head)
     model.logit_scale.fill_(math.log(LOGIT_SCALE))
-    known = model.token_embedding
+    embedding = model.token_embedding
     state = {name: value for name, value in model.state_dict().items() if not name.startswith(("visual.", TABLE))}
     state.pop("token_embedding.rows")
-    state |= {"visual.head.proj.weight": head.projection, "visual.head.proj.bias": head.bias, ROWS: known.rows}
+    state |= {"visual.head.proj.weight": head.projection, "visual.head.proj.bias": head.bias, ROWS: embedding.rows}
     halves = {name: value.half().contiguous() for name, value in state.items()}
     photo.file = Path(args.out).absolute() if args.out else photo.file
-    save_file(halves | {KNOWN: known.ids.to(torch.int32)}, photo.weights_path())
+    save_file(halves | {KNOWN: embedding.ids.to(torch.int32)}, photo.weights_path())
     report(tensors[-2], tensors[-1])

@@ -133,8 +133,8 @@ def narrow(model: str) -> Backbone:
     vision = {"image_size": 32, "layers": config["vision_cfg"]["layers"], "width": WIDTH, "patch_size": 16}
     name = f"narrow-{model}"
     with tempfile.TemporaryDirectory() as folder:
-        own = config | {"embed_dim": WIDTH, "vision_cfg": vision, "text_cfg": config["text_cfg"] | {"width": WIDTH}}
-        (Path(folder) / f"{name}.json").write_text(json.dumps(own))
+        narrow = config | {"embed_dim": WIDTH, "vision_cfg": vision, "text_cfg": config["text_cfg"] | {"width": WIDTH}}
+        (Path(folder) / f"{name}.json").write_text(json.dumps(narrow))
         open_clip.add_model_config(folder)
         return load_backbone(name, "random")
 

@@ -146,8 +146,8 @@ class TaskConfig(TrainingTerms):
 
     def terms(self) -> str:
         """SHA-256, in hex, of all that clients of one secure sum must have been asked alike."""
-        asked = self.model_dump(mode="json", exclude={"peers"})
-        return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
+        common = self.model_dump(mode="json", exclude={"peers"})
+        return hashlib.sha256(canonical_json(common).encode()).hexdigest()
 
 
 class PayloadRef(Message):

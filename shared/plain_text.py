@@ -88,8 +88,10 @@ def quoted(names: Iterable[str], beside: Iterable[str] = ()) -> list[str]:
 
 def likeness(names: Iterable[str], beside: Iterable[str]) -> str:
     """Which of ``names`` look like others of them or of ``beside``, as a remark behind a refusal; empty if none do."""
-    own = set(names)
-    groups = [" and ".join(map(_spelt, group)) for group in look_alikes({*own, *beside}) if not own.isdisjoint(group)]
+    named = set(names)
+    groups = [
+        " and ".join(map(_spelt, group)) for group in look_alikes({*named, *beside}) if not named.isdisjoint(group)
+    ]
     return f" (these look alike: {'; '.join(groups[:5])})" if groups else ""
 
 

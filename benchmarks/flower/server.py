@@ -142,15 +142,15 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     side, *numbers = sys.argv[1:]
-    given = [int(number) for number in numbers]
+    counts = [int(number) for number in numbers]
     if side == "server":
-        serve(given[0], given[1], given[2], (given[3], given[4]))
+        serve(counts[0], counts[1], counts[2], (counts[3], counts[4]))
         return
-    content = np.random.default_rng(0).standard_normal((given[2], given[3]), dtype=np.float32)
+    content = np.random.default_rng(0).standard_normal((counts[2], counts[3]), dtype=np.float32)
     if side == "own-clients":
-        play_own(given[0], given[1], content)
+        play_own(counts[0], counts[1], content)
     else:
-        asyncio.run(play_lean(given[0], given[1], content))
+        asyncio.run(play_lean(counts[0], counts[1], content))
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def _of_others(runner: Runner, jobs: Sequence[Job]) -> str:
     """How many finished federations other packages or another commit computed than those that are here."""
     here = provenance().model_dump(include={"packages", "commit"})
     done = [read_run(path).provenance for job in jobs if (path := runner.path(job)).exists()]
-    others = sum(known != {} and {name: known.get(name) for name in here} != here for known in done)
+    others = sum(computed_by != {} and {name: computed_by.get(name) for name in here} != here for computed_by in done)
     return f", {others} of them by other packages or another commit (results.json says which)" if others else ""
 
 

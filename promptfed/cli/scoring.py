@@ -132,7 +132,7 @@ def presence_figures(
     served: Served, split: LocalSplit, names: Sequence[str], images: Split, state: str
 ) -> PresenceFigures:
     """The figures of ``served`` on ``split``, which are all of ``images``."""
-    labels, told = split.labels.numpy(), presences(served.classifier, split).numpy()
+    labels, present = split.labels.numpy(), presences(served.classifier, split).numpy()
 
     def classes(rows: Sequence[int]) -> list[ClassFigures]:
         found = []
@@ -140,14 +140,14 @@ def presence_figures(
             labelled = [row for row in rows if labels[row, k] >= 0]
             if labelled:
                 patients = None if images.groups is None else [images.groups[row] for row in labelled]
-                said = told[labelled, k]
+                said = present[labelled, k]
                 found.append(class_figures(name, labels[labelled, k] == 1, said, said > 0.5, patients))
         return found
 
     return PresenceFigures(
         images=len(labels),
         state=state,
-        mean_average_precision=mean_average_precision(labels, told),
+        mean_average_precision=mean_average_precision(labels, present),
         zero_shot=None
         if served.template is None
         else mean_average_precision(labels, presences(served.template, split).numpy()),
@@ -210,14 +210,14 @@ def run_score(
             write_file(folder / SCORE_FILE, (several.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
             show_presences(several, uri, as_json)
             return
-        told = probabilities(served.classifier, split)
-        confidence, predicted = told.max(dim=-1)
-        figures = scores(split.labels, predicted, confidence, told, names).model_copy(
+        shares = probabilities(served.classifier, split)
+        confidence, predicted = shares.max(dim=-1)
+        figures = scores(split.labels, predicted, confidence, shares, names).model_copy(
             update=about | {"temperature": temperature}
         )
-        figures.state, figures.classes = state, by_class(split.labels, told, names, source.test.groups)
+        figures.state, figures.classes = state, by_class(split.labels, shares, names, source.test.groups)
         figures.subgroups = subgroup_figures(
-            source.test, lambda rows: _of_rows(split.labels, told, names, source.test, rows)
+            source.test, lambda rows: _of_rows(split.labels, shares, names, source.test, rows)
         )
         if served.template is not None:
             figures.zero_shot = scores(split.labels, *answers(served.template, split), names)

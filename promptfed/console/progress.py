@@ -268,8 +268,8 @@ def _mlflow(uri: str) -> Iterator[Write]:
     runs: list[str] = []
     try:
         client = MlflowClient(tracking_uri=uri)
-        known = client.get_experiment_by_name(EXPERIMENT)
-        experiment = known.experiment_id if known is not None else client.create_experiment(EXPERIMENT)
+        stored = client.get_experiment_by_name(EXPERIMENT)
+        experiment = stored.experiment_id if stored is not None else client.create_experiment(EXPERIMENT)
 
         def write(federation: FederationView, report: RoundReport) -> None:
             if not runs:

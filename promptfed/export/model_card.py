@@ -236,16 +236,16 @@ def _privacy(given: PrivacySummary | None) -> str:
 
 def _of_records(given: PrivacySummary) -> str:
     """ε of this federation, which the coordinator has computed, and the largest of the sites' own figures."""
-    own = ""
+    ledgers = ""
     if given.ledger_epsilon_max is not None:
         most = f"ε = {given.ledger_epsilon_max:.3g}"
-        own = f" By the clients' own word, their ledgers hold {most} at most, of all federations together."
+        ledgers = f" By the clients' own word, their ledgers hold {most} at most, of all federations together."
     if given.epsilon_max is None or given.epsilon_median is None:
-        return f"What this federation alone has cost was not computed.{own}"
+        return f"What this federation alone has cost was not computed.{ledgers}"
     return (
         f"From the noise and the numbers of {given.unit}s that they declared, this federation has cost ε = "
         f"{given.epsilon_max:.3g} at most and {given.epsilon_median:.3g} in the median, at δ = "
-        f"{given.delta:g} ({given.relation}, {given.accountant}){_replaced(given)}.{own}"
+        f"{given.delta:g} ({given.relation}, {given.accountant}){_replaced(given)}.{ledgers}"
     )
 
 
@@ -344,13 +344,13 @@ def accuracies(measured: Accuracies | None) -> str:
     ]
     for role, mean in measured.mean.items():
         if mean:
-            own = [row for row in measured.clients if row.role == role and row.split == "test"]
-            sites = [(row.adapted, row.num_samples) for row in own if row.interval is not None]
-            interval = mean_interval(sites) if own and len(sites) == len(own) else None
+            tested = [row for row in measured.clients if row.role == role and row.split == "test"]
+            sites = [(row.adapted, row.num_samples) for row in tested if row.interval is not None]
+            interval = mean_interval(sites) if tested and len(sites) == len(tested) else None
             columns = [percent(mean.get("zero_shot")), with_interval(mean.get("adapted"), interval)]
             further = [percent(mean.get(name)) for name in FURTHER]
             rows.append(
-                [f"mean of the {role}s", "", "test", *columns, str(sum(row.num_samples for row in own)), *further]
+                [f"mean of the {role}s", "", "test", *columns, str(sum(row.num_samples for row in tested)), *further]
             )
     head = ["client", "role", "test set", "zero-shot", "adapted", "images", *FURTHER.values()]
     text = f"Measured by the clients on their own test images after round {measured.round}."

@@ -175,10 +175,10 @@ def continued(folder: Path, given: Mapping[str, Any], key: str | None = None) ->
             training was protected and ``given`` does not say how this one is.
     """
     opened = open_export(folder, key)
-    has, wanted = opened.card.method["name"], dict(given.get("method") or {}).get("name")
-    if wanted not in (None, has):
+    has, named = opened.card.method["name"], dict(given.get("method") or {}).get("name")
+    if named not in (None, has):
         text = (
-            f"the export in {folder} is of {has}, the spec names {wanted}: a federation continues with the same method"
+            f"the export in {folder} is of {has}, the spec names {named}: a federation continues with the same method"
         )
         raise BadInput(text)
     if given.get("rounds") == 0:

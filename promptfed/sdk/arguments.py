@@ -27,8 +27,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     @cache
     def accepted() -> dict[str, tuple[Any, TypeAdapter[Any]]]:
         named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        own = {each.name: each.annotation for each in named if each.annotation is not each.empty}
-        hints = get_type_hints(SimpleNamespace(__annotations__=own), function.__globals__, include_extras=True)
+        annotations = {each.name: each.annotation for each in named if each.annotation is not each.empty}
+        hints = get_type_hints(SimpleNamespace(__annotations__=annotations), function.__globals__, include_extras=True)
         return {name: (hint, _adapter(hint)) for name, hint in hints.items()}
 
     @wraps(function)

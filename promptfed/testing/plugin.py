@@ -69,8 +69,8 @@ def enrolled(coordinator: LocalCoordinator) -> Enrol:
     @checked
     def make(*names: str, **changes: Any) -> EnrolledFederation:
         federation = coordinator.create(**{"class_names": CLASSES} | changes)
-        known = coordinator.registry.get(federation)
-        fitting = {"class_names": known.spec.class_names or CLASSES, "backbone_shape": WHOLE_SHAPE}
+        made = coordinator.registry.get(federation)
+        fitting = {"class_names": made.spec.class_names or CLASSES, "backbone_shape": WHOLE_SHAPE}
         clients = []
         for name in names or ("first", "second"):
             domain = {"name": name, "description": f"a photo from {name} of a {{}}"}

@@ -327,13 +327,13 @@ def noise_of(accuracy: float, sites: Iterable[Reached]) -> float:
 
     Two images of either kind more keep it above 0 where all or none are right (Agresti and Coull).
     """
-    known = [site for site in sites if site.images]
-    if not known:
+    tested = [site for site in sites if site.images]
+    if not tested:
         return 1.0
-    images = sum(site.images for site in known)
+    images = sum(site.images for site in tested)
     share = (accuracy * images + 2) / (images + 4)
-    variances = [share * (1 - share) / site.images + 2 * site.noise**2 for site in known]
-    return 1.96 * math.sqrt(sum(variances)) / len(known)
+    variances = [share * (1 - share) / site.images + 2 * site.noise**2 for site in tested]
+    return 1.96 * math.sqrt(sum(variances)) / len(tested)
 
 
 def near_chance(zero_shot: float, classes: Sequence[int], backbone: str, reached: float = 0.0) -> list[str]:
@@ -356,10 +356,10 @@ def little(gain: float, zero_shot: float, noise: float, images: int) -> list[str
     """A remark if sites gain little where there is room: for certain, or as far as so few ``images`` can tell."""
     if gain < 0 or 1 - zero_shot < ROOM or gain >= max(noise, MOVED):
         return []
-    told = f"{100 * gain:+.1f} points over zero-shot"
+    gained = f"{100 * gain:+.1f} points over zero-shot"
     if gain + noise < LITTLE:
-        return [f"Sites learn little: {told}, at most {100 * (gain + noise):+.1f}; {TUNE}."]
-    few = f"{told} on {counted(images, 'test image')}, where {100 * noise:.1f} can be chance"
+        return [f"Sites learn little: {gained}, at most {100 * (gain + noise):+.1f}; {TUNE}."]
+    few = f"{gained} on {counted(images, 'test image')}, where {100 * noise:.1f} can be chance"
     return [f"Too few test images to tell what sites learn: {few}. Test on more, or with several seeds."]
 
 
@@ -404,27 +404,27 @@ def rising(means: Mapping[int, float], noise: float = 0.0) -> list[str]:
 
 def unsure(clients: Mapping[str, ClientEvaluation]) -> list[str]:
     """A remark if the trainers' mean calibration error is more than twice the template's."""
-    own = [(one.splits.get("test"), one.zero_shot.get("test")) for one in clients.values() if one.role == "trainer"]
-    pairs = [(a.ece, b.ece) for a, b in own if a and b and a.ece is not None and b.ece is not None]
+    both = [(one.splits.get("test"), one.zero_shot.get("test")) for one in clients.values() if one.role == "trainer"]
+    pairs = [(a.ece, b.ece) for a, b in both if a and b and a.ece is not None and b.ece is not None]
     if not pairs:
         return []
     now, before = (fmean(figures) for figures in zip(*pairs, strict=True))
     if now <= max(CALIBRATED, 2 * before):
         return []
-    told = f"Confidence is no probability: ECE {100 * now:.1f} %, zero-shot's {100 * before:.1f} %"
-    return [f"{told}. `promptfed score --fit-on DATA` finds a temperature, which `predict --temperature` takes."]
+    text = f"Confidence is no probability: ECE {100 * now:.1f} %, zero-shot's {100 * before:.1f} %"
+    return [f"{text}. `promptfed score --fit-on DATA` finds a temperature, which `predict --temperature` takes."]
 
 
 def of_one_class(clients: Mapping[str, ClientEvaluation]) -> list[str]:
     """A remark on each client whose answers are nearly all one class, though its images are not."""
-    said = []
+    texts = []
     for name, one in sorted(clients.items()):
-        told = one.splits.get("test")
-        if told is not None and nearly_one_class(told.one_answer, told.majority):
-            figures = "" if told.auroc is None else f" (AUROC {100 * told.auroc:.1f} %)"
-            share = f"{100 * (told.one_answer or 0):.1f} % of the answers at {name} are one class{figures}"
-            said.append(f"{share}: its images are shifted as a whole, and the accuracy tells little.")
-    return said
+        test = one.splits.get("test")
+        if test is not None and nearly_one_class(test.one_answer, test.majority):
+            figures = "" if test.auroc is None else f" (AUROC {100 * test.auroc:.1f} %)"
+            share = f"{100 * (test.one_answer or 0):.1f} % of the answers at {name} are one class{figures}"
+            texts.append(f"{share}: its images are shifted as a whole, and the accuracy tells little.")
+    return texts
 
 
 def falling(clients: Mapping[str, Reached], rate: float | None) -> list[str]:

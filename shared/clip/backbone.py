@@ -65,8 +65,8 @@ class Halves:
         """`(B, 3, H, W)` float32 on ``device`` of uint8 pixels, of which a quarter as many bytes are sent there."""
         if device not in self._there:
             # The divisor is a tensor of that device too: a GPU would multiply by the inverse of a number.
-            given = ([255.0] * len(self.mean), self.mean, self.std)
-            self._there[device] = [torch.tensor(values, device=device).view(-1, 1, 1) for values in given]
+            numbers = ([255.0] * len(self.mean), self.mean, self.std)
+            self._there[device] = [torch.tensor(values, device=device).view(-1, 1, 1) for values in numbers]
         full, mean, std = self._there[device]
         return sent_to(pixels, device).float().div_(full).sub_(mean).div_(std)
 
@@ -421,10 +421,10 @@ class Backbone:
             "plain": True,
         }
         if path == "auto":
-            wanted = self.text_path
-            if wanted == "auto":
-                wanted = "dense" if self._text.device.type == "cuda" else "prefix"
-            return wanted if possible[wanted] else next(kind for kind in ("prefix", "short", "plain") if possible[kind])
+            named = self.text_path
+            if named == "auto":
+                named = "dense" if self._text.device.type == "cuda" else "prefix"
+            return named if possible[named] else next(kind for kind in ("prefix", "short", "plain") if possible[kind])
         if path not in possible:
             raise BackboneError(f"Unknown text path {path!r}: use auto, dense, prefix, short or plain.")
         if not possible[path]:

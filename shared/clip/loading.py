@@ -259,15 +259,15 @@ def _expect_known(name: str) -> None:
     """Require a bare name of timm's registry; timm's prefixes would fetch arguments and weights from elsewhere."""
     import timm
 
-    known = timm.list_models()
-    if name in known:
+    models = timm.list_models()
+    if name in models:
         return
     base, _, tag = name.partition(".")
-    if base in known:
+    if base in models:
         raise BackboneError(
             f"Name the weights of timm's {base} by `pretrained: {tag}`, the model by {PREFIX + base!r}."
         )
-    raise BackboneError(f"timm has no model {name!r}{near(name, known)}.")
+    raise BackboneError(f"timm has no model {name!r}{near(name, models)}.")
 
 
 def _tag(name: str, pretrained: str) -> str:
@@ -348,15 +348,15 @@ def _load_clip(
     own_weights: Path | None,
 ) -> Backbone:
     """A model of open_clip."""
-    known = EMBEDDED.get(model)
+    embedded = EMBEDDED.get(model)
     drawn = (None, "random") if own_weights is None else ()
-    if known is not None and pretrained not in (*drawn, known.PRETRAINED):
-        raise BackboneError(f"Unknown weights {pretrained!r} of {model}: use {known.PRETRAINED!r}.")
-    if known is not None and pretrained == known.PRETRAINED and precision == "fp32":
-        config = known.config()
+    if embedded is not None and pretrained not in (*drawn, embedded.PRETRAINED):
+        raise BackboneError(f"Unknown weights {pretrained!r} of {model}: use {embedded.PRETRAINED!r}.")
+    if embedded is not None and pretrained == embedded.PRETRAINED and precision == "fp32":
+        config = embedded.config()
         with load_errors(model, pretrained, precision), Undrawn():
-            built = plain.CLIP(**config, preparation=known.preparation)
-            built.load_state_dict(known.weights(built.state_dict(), own_weights))
+            built = plain.CLIP(**config, preparation=embedded.preparation)
+            built.load_state_dict(embedded.weights(built.state_dict(), own_weights))
             built.to(device)
         return Backbone(built, model_name=model, pretrained=pretrained, precision=precision, config=config)
     import open_clip
@@ -364,9 +364,9 @@ def _load_clip(
     random = pretrained in drawn
     _tell_random(model, pretrained, random and not model.startswith((HUB, "local-dir:")))  # these bring their weights
     source: str | None = None
-    if known is not None:
-        known.register()
-        weights, options = None, {"force_preprocess_cfg": known.preparation} if known.preparation else {}
+    if embedded is not None:
+        embedded.register()
+        weights, options = None, {"force_preprocess_cfg": embedded.preparation} if embedded.preparation else {}
     elif own_weights is not None and model.startswith(HUB):
         source, own_weights = _of_folder(model, own_weights, allow_unregistered), None
         weights, options = _resolve(source, None, random=True, allow_unregistered=True)
@@ -377,10 +377,10 @@ def _load_clip(
     source = source or model
     config = _config(source)
     with load_errors(model, pretrained, precision):
-        with Undrawn() if own_weights is not None or (known is not None and not random) else nullcontext():
+        with Undrawn() if own_weights is not None or (embedded is not None and not random) else nullcontext():
             built = _create(open_clip, source, weights, random, precision, device, options)
-        if known is not None and not random:
-            built.load_state_dict(known.weights(built.state_dict(), own_weights))
+        if embedded is not None and not random:
+            built.load_state_dict(embedded.weights(built.state_dict(), own_weights))
         elif own_weights is not None:
             load_into(built, own_weights, model)
     if options.get("force_quick_gelu"):
@@ -441,12 +441,12 @@ def _published_preparation(model: str) -> dict[str, Any]:
     """What all published weights of a model agree on: SigLIP's normalisation holds for weights of one's own too."""
     from open_clip import get_pretrained_cfg, list_pretrained_tags_by_model
 
-    known = [get_pretrained_cfg(model, tag) for tag in list_pretrained_tags_by_model(model)]
+    configs = [get_pretrained_cfg(model, tag) for tag in list_pretrained_tags_by_model(model)]
     keys = (*PREPROCESSING, "quick_gelu")
     return {
-        key: known[0][key]
-        for key in (keys if known else ())
-        if key in known[0] and all(other.get(key) == known[0][key] for other in known)
+        key: configs[0][key]
+        for key in (keys if configs else ())
+        if key in configs[0] and all(other.get(key) == configs[0][key] for other in configs)
     }
 
 

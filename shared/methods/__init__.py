@@ -100,9 +100,9 @@ def make_method(settings: dict[str, Any]) -> Method:
         SpecError: unknown method or hyperparameter, or a value out of range, with its path.
     """
     kind = method_class(settings["name"])
-    given = {key: value for key, value in settings.items() if key not in ("name", TASK)}
+    values = {key: value for key, value in settings.items() if key not in ("name", TASK)}
     try:
-        hyper = kind.Hyper.model_validate(given)
+        hyper = kind.Hyper.model_validate(values)
     except ValidationError as error:
         raise SpecError.from_validation(error, "method", kind.Hyper) from None
     if settings.get(TASK, MULTI_LABEL) != MULTI_LABEL:

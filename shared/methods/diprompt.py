@@ -148,8 +148,8 @@ class DiPrompt(pf.Method):
                 for description in self.hyper.candidates
             ]
         )
-        own = texts[:, context.train.labels.to(texts.device)]  # (M, N, d_e)
-        return torch.einsum("nd,jnd->nj", context.train.features(), own).argmax(1)
+        label_texts = texts[:, context.train.labels.to(texts.device)]  # (M, N, d_e)
+        return torch.einsum("nd,jnd->nj", context.train.features(), label_texts).argmax(1)
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of Q on (D2), then E epochs of G and D on (D3)."""
@@ -170,12 +170,12 @@ class DiPrompt(pf.Method):
     def _train_query(self, context: pf.ClientContext, start: Tensor) -> tuple[Tensor, float]:
         backbone, device = context.backbone, context.backbone.device
         query = pf.leaf(start, backbone)
-        features, wanted = context.train.features(), self.nearest(context)
+        features, nearest = context.train.features(), self.nearest(context)
 
         def loss(indices: Tensor) -> Tensor:
             rows = pf.sent_to(indices, device)
             scores = backbone.logit_scale * features[rows] @ self.queries(backbone, query).T
-            return F.cross_entropy(scores, wanted[rows])
+            return F.cross_entropy(scores, nearest[rows])
 
         # Batches of its own, since G's are drawn for the same task.
         final = pf.train(replace(context, phase=f"{context.phase}/{QUERY.name}"), [query], loss)
@@ -192,8 +192,8 @@ class DiPrompt(pf.Method):
             texts = backbone.encode_prompts(torch.cat([common.unsqueeze(0), domains]), prompts)
             general = features[rows] @ texts[0].T
             special = torch.einsum("bd,bcd->bc", features[rows], texts[1:][chosen[rows]])
-            scale, wanted = backbone.logit_scale, labels[rows]
-            return F.cross_entropy(scale * general, wanted) + F.cross_entropy(scale * special, wanted)
+            scale, targets = backbone.logit_scale, labels[rows]
+            return F.cross_entropy(scale * general, targets) + F.cross_entropy(scale * special, targets)
 
         final = pf.train(context, [common, domains], loss)
         return {GLOBAL.name: common.detach().cpu(), DOMAIN.name: domains.detach().cpu()}, final

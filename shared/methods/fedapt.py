@@ -242,18 +242,18 @@ class FedAPT(pf.Method):
             rows = pf.sent_to(indices, device)
             text = self.encode(backbone, scaled(prompt, key), prompts)
             scores = self.hyper.query_scale * features[rows] @ query.T
-            asked = F.cross_entropy(scores, torch.full_like(labels[rows], row))
-            return F.cross_entropy(scale * features[rows] @ text.T, labels[rows]) + asked
+            query_loss = F.cross_entropy(scores, torch.full_like(labels[rows], row))
+            return F.cross_entropy(scale * features[rows] @ text.T, labels[rows]) + query_loss
 
         final = pf.train(context, [prompt, query], loss)
         return pf.TrainResult({META: prompt, QUERY.name: query}, metrics={"loss": final})
 
     def _own_row(self, context: pf.ClientContext, payload: Tensors) -> int:
-        known = payload[DOMAINS.name].tolist()
+        domains = payload[DOMAINS.name].tolist()
         description = context.domain.description if context.domain is not None else context.client
         for words in (description, context.client):
-            if domain_key(words) in known:
-                return int(known.index(domain_key(words)))
+            if domain_key(words) in domains:
+                return int(domains.index(domain_key(words)))
         raise pf.MethodError(f"the federation does not know the domain of {context.client!r}: enrol under another name")
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:

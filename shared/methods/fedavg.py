@@ -138,15 +138,15 @@ class FedAvg(WeightMethod):
         if not self.adjusts:
             return self._trained(context, payload, private)
         aside, rest = generalization.held_out(context.seed, context.client, len(context.train))
-        held, own = (replace(context, train=Subset(context.train, rows)) for rows in (aside, rest))
-        received = self._loss(held, payload, private)
-        result = self._trained(own, payload, private)
+        held_out, trained = (replace(context, train=Subset(context.train, rows)) for rows in (aside, rest))
+        received = self._loss(held_out, payload, private)
+        result = self._trained(trained, payload, private)
         learned = {
             name: payload[name].float() + result.update[CHANGE + name]
             for name in (spec.name for spec in self.travelling())
         }
         gap = received - float(private[OWN_LOSS]) if OWN_LOSS in private else 0.0
-        kept = result.private | {OWN_LOSS: torch.tensor(self._loss(held, learned, result.private))}
+        kept = result.private | {OWN_LOSS: torch.tensor(self._loss(held_out, learned, result.private))}
         return pf.TrainResult(result.update | {GAP.name: torch.tensor(gap)}, kept, result.metrics)
 
     def _loss(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> float:

@@ -113,11 +113,11 @@ class FedLoRA(pf.Method):
         """A uniform in ±1/√d, one draw for all; B zero, so that nothing is changed."""
         made, dims = {}, self.dims(context)
         for spec in self.state_tensors():
-            shape, own = spec.resolve(dims), context.draws_of(context.seed, "lora", spec.name)
+            shape, stream = spec.resolve(dims), context.draws_of(context.seed, "lora", spec.name)
             if spec.name.endswith("_b"):
-                made[spec.name] = own.xp.zeros(shape, dtype=own.xp.float32)
+                made[spec.name] = stream.xp.zeros(shape, dtype=stream.xp.float32)
             else:
-                made[spec.name] = (own.uniform(*shape) * 2 - 1) / math.sqrt(shape[-1])
+                made[spec.name] = (stream.uniform(*shape) * 2 - 1) / math.sqrt(shape[-1])
         return made
 
     # Client half

@@ -86,7 +86,7 @@ class FedRoD(WeightMethod):
         tower, device = self.tower(context, payload, private).trainable(), context.backbone.device
         begun = self.shared_head(context, payload)
         head = begun.trainable(device)
-        own = own_head(begun, private).trainable(device)
+        own_q = own_head(begun, private).trainable(device)
         labels = context.train.labels.to(device)
         shares = log_shares(context.train.labels, len(begun.names)).to(device)
 
@@ -94,19 +94,19 @@ class FedRoD(WeightMethod):
             features = self.features(tower, context.train.images(indices))
             classes = labels[pf.sent_to(indices, device)]
             generic = head.logits(features)
-            personal = generic.detach() + own.logits(features.detach())
+            personal = generic.detach() + own_q.logits(features.detach())
             return F.cross_entropy(generic + shares, classes) + F.cross_entropy(personal, classes)
 
-        groups = self.head_groups(context, [*head.parameters, *own.parameters])
+        groups = self.head_groups(context, [*head.parameters, *own_q.parameters])
         final = pf.train(context, list(tower.leaves.values()), loss, groups=groups, reads_images=True)
-        kept = {OWN_HEAD: own.weight, OWN_BIAS: own.bias}
+        kept = {OWN_HEAD: own_q.weight, OWN_BIAS: own_q.bias}
         return pf.TrainResult(self.sent(tower, head, begun), kept, {"loss": final})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """By G + Q; by G where the client has no Q."""
         head = self.shared_head(context, payload)
-        own = own_head(head, private)
-        head = LinearHead(head.names, head.weight + own.weight, head.bias + own.bias)
+        own_q = own_head(head, private)
+        head = LinearHead(head.names, head.weight + own_q.weight, head.bias + own_q.bias)
         return self.classify(self.tower(context, payload, private), head, context)
 
     def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:

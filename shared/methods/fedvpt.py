@@ -198,13 +198,13 @@ def projection(prompts: Tensor, rho: float) -> Callable[[Tensor], Tensor]:
     """
     if rho == 1:
         return lambda moved: moved
-    given = prompts.detach().double()
-    rows, width = given.shape
+    received = prompts.detach().double()
+    rows, width = received.shape
     dropped = int((1 - rho) * width + ROUNDING)
     if rows <= dropped:
-        basis = torch.linalg.qr(given.T).Q
+        basis = torch.linalg.qr(received.T).Q
     else:
-        basis = torch.linalg.eigh(given.T @ given).eigenvectors.flip(1)[:, :dropped]  # eigh ascends
+        basis = torch.linalg.eigh(received.T @ received).eigenvectors.flip(1)[:, :dropped]  # eigh ascends
 
     def away(moved: Tensor) -> Tensor:
         wide = moved.double()

@@ -194,15 +194,15 @@ class PFedMoAP(ClientRowsMethod):
 
     def _gate(self, context: pf.ClientContext, private: Tensors, trainable: bool = False) -> Gate:
         """The client's gate, or the one that all start with: U(±1/√g), as torch's linear layers begin."""
-        given = {name.removeprefix(GATE): value for name, value in private.items() if name.startswith(GATE)}
-        if not given:
+        gate = {name.removeprefix(GATE): value for name, value in private.items() if name.startswith(GATE)}
+        if not gate:
             width = min(self.hyper.gate_width, context.backbone.d_e)
             draws, bound = pf.generator(context.seed, self.name, "gate"), width**-0.5
             for part in PARTS:
                 for name, shape in ((f"{part}.weight", (width, width)), (f"{part}.bias", (width,))):
-                    given[name] = (torch.rand(shape, generator=draws) * 2 - 1) * bound
+                    gate[name] = (torch.rand(shape, generator=draws) * 2 - 1) * bound
         device = context.backbone.device
-        parameters = {name: value.to(device).clone().requires_grad_(trainable) for name, value in given.items()}
+        parameters = {name: value.to(device).clone().requires_grad_(trainable) for name, value in gate.items()}
         return Gate(parameters, self.hyper, context.backbone.logit_scale)
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:

@@ -104,9 +104,9 @@ def _attention(parameters: Mapping[str, Tensor], descriptors: Tensor) -> Tensor:
 
 def _mlp(parameters: Mapping[str, Tensor], descriptors: Tensor) -> Tensor:
     """W₂·ReLU(W₁·d_n + b₁) + b₂, as pFedHN makes a client's parameters (Table 4)."""
-    own = {name: _like(descriptors, parameters[name]) for name in PARAMETERS["mlp"] if name != DESCRIPTORS}
-    hidden = torch.relu(descriptors @ own["w_hidden"] + own["b_hidden"])
-    return torch.einsum("kh,hmd->kmd", hidden, own["w_prompts"]) + own["b_prompts"]
+    weights = {name: _like(descriptors, parameters[name]) for name in PARAMETERS["mlp"] if name != DESCRIPTORS}
+    hidden = torch.relu(descriptors @ weights["w_hidden"] + weights["b_hidden"])
+    return torch.einsum("kh,hmd->kmd", hidden, weights["w_prompts"]) + weights["b_prompts"]
 
 
 def _adain(parameters: Mapping[str, Tensor], descriptors: Tensor) -> Tensor:

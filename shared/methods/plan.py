@@ -175,9 +175,9 @@ class Plan(pf.Method):
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """Global prompts; for each attentive modality the aggregators and, within a round, the clients' prompts."""
-        own = [(clients_prompts_of(modality), *aggregator_of(modality)) for modality in self.attentive]
+        attentive = [(clients_prompts_of(modality), *aggregator_of(modality)) for modality in self.attentive]
         owners = (OWNERS,) if self.attentive else ()
-        return (*GLOBAL, *(spec for specs in own for spec in specs), *owners)
+        return (*GLOBAL, *(spec for specs in attentive for spec in specs), *owners)
 
     def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """``prompts``, then ``aggregators`` where there are any."""

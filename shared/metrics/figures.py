@@ -41,7 +41,7 @@ def calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS)
         raise ValueError(f"{len(sure)} confidences for {len(hits)} answers")
     place = np.clip(np.ceil(sure * bins).astype(int) - 1, 0, bins - 1)
     inside = [place == k for k in range(bins) if (place == k).any()]
-    return sum(int(own.sum()) / len(sure) * abs(float(hits[own].mean()) - float(sure[own].mean())) for own in inside)
+    return sum(int(bin.sum()) / len(sure) * abs(float(hits[bin].mean()) - float(sure[bin].mean())) for bin in inside)
 
 
 def class_accuracies(labels: ArrayLike, predicted: ArrayLike) -> dict[int, float]:

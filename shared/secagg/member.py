@@ -132,7 +132,7 @@ def open_boxes(own: Secrets, roster: Roster, place: int, job: MaskJob, limits: L
     """
     sharing = expect_set(roster, job.sharing, place, limits)
     senders = [other for other in roster.others(place) if other in sharing]
-    if any([sender for sender, _ in given] != senders for given in (job.boxes, job.commitments)):
+    if any([sender for sender, _ in received] != senders for received in (job.boxes, job.commitments)):
         raise SecureError("bad-shares", "the boxes are not exactly those of the others that have shared")
     committed = dict(job.commitments)
     pairs, false = dict[int, Pair](), list[str]()

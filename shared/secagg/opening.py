@@ -72,7 +72,7 @@ def _cause(answers: Mapping[str, KeysAnswer], kind: str, rule: Weighting) -> str
         heaviest = max(sorted(count), key=count.__getitem__)
         return heaviest if count[heaviest] > min(count.values()) else None
     peers = [answer.limits.peers for answer in answers.values() if answer.limits and answer.limits.peers]
-    listed = {name: sum(f"ed25519:{one.entry.identity_key}" in own for own in peers) for name, one in answers.items()}
+    listed = {name: sum(f"ed25519:{one.entry.identity_key}" in ids for ids in peers) for name, one in answers.items()}
     fewest = min(sorted(listed), key=listed.__getitem__)
     return fewest if listed[fewest] < max(listed.values()) else None
 
@@ -84,7 +84,7 @@ def check_shares(roster: Roster, place: int, answer: SharesAnswer) -> None:
         raise SecureError("wrong-roster", "the shares are for another roster")
     if len(answer.boxes) != others or any(len(box) != 2 * SHARE_BYTES + 16 for box in answer.boxes):
         raise SecureError("bad-exchange", f"{others} boxes of {2 * SHARE_BYTES + 16} bytes are expected")
-    if len(answer.commitments) != others + 1 or any(len(own) != COMMITMENT_BYTES for own in answer.commitments):
+    if len(answer.commitments) != others + 1 or any(len(one) != COMMITMENT_BYTES for one in answer.commitments):
         raise SecureError("bad-exchange", f"{others + 1} commitments of {COMMITMENT_BYTES} bytes are expected")
 
 
@@ -124,12 +124,12 @@ def check_reveal(
 ) -> None:
     """Raise SecureError (``bad-shares``) if these are not exactly the requested shares that ``place`` received."""
     expected = [sorted(kind) for kind in (confirm.alive, confirm.dropped)]
-    if [[owner for owner, _ in given] for given in (answer.seeds, answer.keys)] != expected:
+    if [[owner for owner, _ in sent] for sent in (answer.seeds, answer.keys)] != expected:
         raise SecureError(
             "bad-shares", "these are not the shares that were asked for: own masks of those who count, keys of the rest"
         )
-    for kind, given in enumerate((answer.seeds, answer.keys)):
-        for owner, share in given:
+    for kind, sent in enumerate((answer.seeds, answer.keys)):
+        for owner, share in sent:
             expect_share(roster.sha256, owner, place, kind, share, _committed(roster, owner, place, shares))
 
 

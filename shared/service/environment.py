@@ -41,17 +41,17 @@ def unread_variables(settings: Mapping[str, Iterable[str]]) -> list[str]:
     read_names |= {f"PROMPTFED_{name}" for name in SINGLE}
     others = tuple({COORDINATOR, CLIENT} - settings.keys())
     lines = []
-    for given, value in sorted(os.environ.items()):
-        name = given.upper()
+    for variable, value in sorted(os.environ.items()):
+        name = variable.upper()
         if not name.startswith("PROMPTFED_") or name.startswith(others):
             continue
         if is_of_a_link(value):
-            lines += [f"{given}={value} is of a link to a service, not a setting: it is not read"] * (
+            lines += [f"{variable}={value} is of a link to a service, not a setting: it is not read"] * (
                 name in read_names
             )
         elif name not in read_names and not LINK.fullmatch(name):
             near = get_close_matches(name, sorted(read_names), n=1)
-            lines.append(f"nothing reads the variable {given}" + (f": did you mean {near[0]}?" if near else ""))
+            lines.append(f"nothing reads the variable {variable}" + (f": did you mean {near[0]}?" if near else ""))
     return lines
 
 

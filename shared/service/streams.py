@@ -53,8 +53,8 @@ def standard_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
             if type(_raw(stream)) is io.FileIO:  # no console of Windows
                 stream.flush()
-                own = Standard(stream.fileno(), "w", closefd=False)
-                buffer = own if stream.buffer is _raw(stream) else io.BufferedWriter(own)
+                standard = Standard(stream.fileno(), "w", closefd=False)
+                buffer = standard if stream.buffer is _raw(stream) else io.BufferedWriter(standard)
                 lines, through = stream.line_buffering, stream.write_through
                 setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, None, lines, through))
 

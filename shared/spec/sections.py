@@ -106,12 +106,12 @@ class ServerOptimizerSpec(Section):
         kind = given.get("optimizer", "none")
         if not isinstance(kind, str) or kind not in SERVER_DEFAULTS:
             return given
-        own = {key: value for key, value in given.items() if value is not None}
-        others = [key for key in own if key in cls.model_fields and key not in (*SERVER_DEFAULTS[kind], "optimizer")]
+        chosen = {key: value for key, value in given.items() if value is not None}
+        others = [key for key in chosen if key in cls.model_fields and key not in (*SERVER_DEFAULTS[kind], "optimizer")]
         if others:
             takes = ", ".join(SERVER_DEFAULTS[kind]) or "none"
             raise ValueError(f"optimizer {kind} has no {others[0]}: leave it out (it takes: {takes})")
-        return {**SERVER_DEFAULTS[kind], **own}
+        return {**SERVER_DEFAULTS[kind], **chosen}
 
 
 class AggregationSpec(Section):

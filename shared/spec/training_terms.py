@@ -46,13 +46,13 @@ class TrainingTerms(BaseModel):
     def of(cls, spec: FederationSpec, **known: Any) -> TrainingTerms:
         """The terms of a resolved ``spec``; ``known`` replaces fields, such as a ``backbone`` with its fingerprint."""
         summed = spec.secure_aggregation is not None
-        own = {
+        terms = {
             "privacy": spec.privacy if spec.privacy.level != "none" else None,
             "weighting": Weighting.of(spec.aggregation) if summed else None,
             **known,
         }
         names = TrainingTerms.model_fields
-        return TrainingTerms(**{name: own[name] if name in own else getattr(spec, name) for name in names})
+        return TrainingTerms(**{name: terms[name] if name in terms else getattr(spec, name) for name in names})
 
     def training_terms(self) -> TrainingTerms:
         """The terms alone, of a message that contains them."""

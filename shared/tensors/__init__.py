@@ -233,8 +233,8 @@ def check(arrays: Mapping[str, Array], expected: Mapping[str, tuple[Shape, str]]
 
 def _refuse(kind: str, fault: str, names: Iterable[str], expected: Mapping[str, object]) -> None:
     for name in names:
-        wanted = ", ".join(sorted(expected)) or "none"
-        raise TensorError(kind, f"tensor {name[:100]!r} {fault}; expected tensors: {wanted}")
+        names_expected = ", ".join(sorted(expected)) or "none"
+        raise TensorError(kind, f"tensor {name[:100]!r} {fault}; expected tensors: {names_expected}")
 
 
 def norm(tensors: Mapping[str, Any]) -> float:

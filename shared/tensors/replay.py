@@ -43,8 +43,8 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _attends(func) and not _dropout(func, args, kwargs or {}):  # then nothing sets or reads a seed
             self._unset.extend(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.ndim == 0)
         about: list[object] = [func]
-        for given in (args, kwargs, made):
-            self._note(func, given, about)
+        for values in (args, kwargs, made):
+            self._note(func, values, about)
         self.noted.append(tuple(about))
         return made
 

@@ -303,9 +303,9 @@ def rounds(federation: Federation, api: Api, as_json: Json = False) -> None:
         return
     rows, damaged = [], []
     for report in finished(api, federation):
-        known = loss_of(report)
+        mean_loss = loss_of(report)
         unknown = "masked" if any(phase.secure is not None for phase in report.phases) else "-"
-        loss = unknown if known is None else f"{known:.4g}"
+        loss = unknown if mean_loss is None else f"{mean_loss:.4g}"
         seconds = "-" if report.seconds is None else f"{report.seconds:.1f}"
         rows.append(
             [

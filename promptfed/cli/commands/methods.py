@@ -102,7 +102,7 @@ def methods(
     from promptfed.shared.methods import METHODS, describe
 
     if name is None:
-        listed = [describe(known) for known in sorted(METHODS)]
+        listed = [describe(method_name) for method_name in sorted(METHODS)]
         if as_json:
             print_json(listed)
             return

@@ -400,14 +400,14 @@ def claim(out: Path, bench: Bench) -> None:
     Raises:
         PromptfedError: it belongs to another bench, with the differences, or cannot be written.
     """
-    own, there = identity(bench), _identity_in(out)
+    here, there = identity(bench), _identity_in(out)
     if there is not None:
-        differs = [name for name in own if there.get(name) != own[name]]
+        differs = [name for name in here if there.get(name) != here[name]]
         if differs:
-            what = "; ".join(f"{name} was {_short(there.get(name))}, is {_short(own[name])}" for name in differs)
+            what = "; ".join(f"{name} was {_short(there.get(name))}, is {_short(here[name])}" for name in differs)
             text = f"{out} holds another bench ({what}): give --out another folder, or run that one again"
             raise BadInput(text)
-    text = json.dumps(own, indent=1, ensure_ascii=False)
+    text = json.dumps(here, indent=1, ensure_ascii=False)
     try:  # whole, since another bench may begin in this folder at the same time, or this one be killed
         (out / "runs").mkdir(parents=True, exist_ok=True)
         write_whole(out / BENCH_FILE, (text + "\n").encode(), synced=False)

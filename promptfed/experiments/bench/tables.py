@@ -248,38 +248,38 @@ def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
 
 def _gain(ours: BySeed, others: BySeed) -> tuple[float, float, float]:
     """Over the images that both were tested on."""
-    right_of = {(seed, own.client, own.images): _right(own) for seed, clients in others.items() for own in clients}
-    both = [((seed, own.client, own.images), own) for seed, clients in ours.items() for own in clients]
-    differences = [_right(own) - right_of[key] for key, own in both if key in right_of]
+    right_of = {(seed, site.client, site.images): _right(site) for seed, clients in others.items() for site in clients}
+    both = [((seed, site.client, site.images), site) for seed, clients in ours.items() for site in clients]
+    differences = [_right(site) - right_of[key] for key, site in both if key in right_of]
     return float(np.concatenate(differences).mean()), *paired_bootstrap(differences)
 
 
 def _interval(by_seed: Iterable[Sequence[Outcomes]]) -> tuple[float, float]:
     """Of the mean over clients and seeds, as if all seeds had the same images."""
     sites: dict[tuple[str, str], list[Floats]] = {}
-    for own in (own for clients in by_seed for own in clients):
-        sites.setdefault((own.client, own.images), []).append(_right(own))
+    for site in (site for clients in by_seed for site in clients):
+        sites.setdefault((site.client, site.images), []).append(_right(site))
     return mean_interval([(float(np.mean(seeds)), len(seeds[0])) for seeds in sites.values()])
 
 
-def _right(own: Outcomes) -> Floats:
-    return np.equal(own.labels, own.predicted).astype(float)
+def _right(site: Outcomes) -> Floats:
+    return np.equal(site.labels, site.predicted).astype(float)
 
 
 def figures(clients: Sequence[Outcomes]) -> dict[str, float]:
     """The figures of `Measures` for the outcomes of one test set, one for each client."""
-    accuracies = [fmean(a == b for a, b in zip(own.labels, own.predicted, strict=True)) for own in clients]
+    accuracies = [fmean(a == b for a, b in zip(site.labels, site.predicted, strict=True)) for site in clients]
     sure, right = _pooled(clients)
-    names = sorted({name for own in clients for name in own.class_names})
+    names = sorted({name for site in clients for name in site.class_names})
     place = {name: index for index, name in enumerate(names)}
-    labels = [place[own.class_names[k]] for own in clients for k in own.labels]
-    predicted = [place[own.class_names[k]] for own in clients for k in own.predicted]
+    labels = [place[site.class_names[k]] for site in clients for k in site.labels]
+    predicted = [place[site.class_names[k]] for site in clients for k in site.predicted]
     return {
         "accuracy": fmean(accuracies),
-        "majority": fmean(largest_share(own.labels) for own in clients),
-        "auroc": fmean(areas) if (areas := [own.auroc for own in clients if own.auroc is not None]) else 0.5,
+        "majority": fmean(largest_share(site.labels) for site in clients),
+        "auroc": fmean(areas) if (areas := [site.auroc for site in clients if site.auroc is not None]) else 0.5,
         "ece": calibration_error(sure, right),
-        "macro_f1": fmean(macro_f1(own.labels, own.predicted) for own in clients),
+        "macro_f1": fmean(macro_f1(site.labels, site.predicted) for site in clients),
         "worst_class": min(class_accuracies(labels, predicted).values()),
         "sd_clients": pstdev(accuracies),
         "worst_client": min(accuracies),

@@ -108,14 +108,14 @@ class Trials:
         Raises:
             PromptfedError: the method cannot run with this file; the text says why.
         """
-        given, own = self._run.spec, method == self.default.method["name"]
+        given, is_default = self._run.spec, method == self.default.method["name"]
         training = dict(given.get("training") or {})
         ignored = method_class(method).ignores
-        if not own:
+        if not is_default:
             training = {key: value for key, value in training.items() if key not in (*OF_A_METHOD, *ignored)}
         if rate is not None and "learning_rate" not in ignored:
             training["learning_rate"] = rate
-        changes = {"method": given["method"] if own else {"name": method}, "training": training}
+        changes = {"method": given["method"] if is_default else {"name": method}, "training": training}
         once: dict[str, Any] = {"rounds": 1}  # the only number for a method that exchanges statistics once
         named = {"class_names": self._names} if self._names and not given.get("class_names") else {}
         refusals = []

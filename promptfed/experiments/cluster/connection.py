@@ -195,19 +195,19 @@ def _expect_answer(address: str, here: str) -> None:
     if "://" in address:
         text = f"--address {address} is a remote client's: run the command on a machine of the cluster"
         raise BadInput(f"{text} (or submit it there as a job) with --address auto")
-    asked = os.environ.get(ADDRESS_VARIABLE, address) if address == "auto" else address
-    if asked == "auto":
+    cluster = os.environ.get(ADDRESS_VARIABLE, address) if address == "auto" else address
+    if cluster == "auto":
         return  # Ray finds its own by a file
-    host, _, port = asked.rpartition(":")
+    host, _, port = cluster.rpartition(":")
     if not host or not port.isdecimal():
-        text = f"--address {asked!r} is not known: write auto on a machine of the cluster, or its HOST:PORT"
+        text = f"--address {cluster!r} is not known: write auto on a machine of the cluster, or its HOST:PORT"
         raise BadInput(f"{text}, as `ray start --head` prints it")
     host = here if is_loopback(host) else host
-    asked = f"{host}:{port}"
+    cluster = f"{host}:{port}"
     try:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except OSError as error:
-        raise Unreachable(_unreachable(asked, error.strerror or str(error))) from None
+        raise Unreachable(_unreachable(cluster, error.strerror or str(error))) from None
 
 
 def _unreachable(address: str, reason: str) -> str:

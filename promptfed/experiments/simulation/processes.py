@@ -237,12 +237,12 @@ class RemoteWork(TaskWork):
         """As `TaskWork.evaluate`. Noisy counts are drawn here, since they are paid out of a ledger in memory."""
         if self.privacy.counts is not None:
             return super().evaluate(task, payload, cancelled)
-        known = self.evaluation.zero_shot
+        zero_shot = self.evaluation.zero_shot
         answer: EvaluationRequest
-        answer, told, known = self._remotely(cancelled, _evaluate, known, task, payload)
-        self.evaluation.zero_shot = known
+        answer, recorded, zero_shot = self._remotely(cancelled, _evaluate, zero_shot, task, payload)
+        self.evaluation.zero_shot = zero_shot
         if self.record is not None:
-            for outcomes in told:
+            for outcomes in recorded:
                 self.record(outcomes)
         return answer
 

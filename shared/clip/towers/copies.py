@@ -67,10 +67,10 @@ class PlainTower(vision.PromptedTower):
 
     def named(self, kind: str, first: int = 0) -> dict[str, Tensor]:
         """The weights of a kind by the module's own names, a block's from block ``first`` on; empty if it has none."""
-        part, _, own = kind.rpartition("_")
-        name = self.parts.get(kind) or (self.parts[part] + own if part in self.parts else "")
+        part, _, leaf = kind.rpartition("_")
+        name = self.parts.get(kind) or (self.parts[part] + leaf if part in self.parts else "")
         names = [name.format(number) for number in range(first, self.layers)] if kind in BLOCK_KINDS else [name]
-        found = {name: self._holders[path]._parameters.get(own) for name, path, own in map(_split, names)}
+        found = {name: self._holders[path]._parameters.get(leaf) for name, path, leaf in map(_split, names)}
         return {name: weight for name, weight in found.items() if weight is not None}
 
     def put(self, weights: Mapping[str, Tensor]) -> None:
@@ -103,8 +103,8 @@ class PlainTower(vision.PromptedTower):
 
 def _split(name: str) -> tuple[str, str, str]:
     """A weight's name, and its parts: the module that holds it, and what it is called there."""
-    path, _, own = name.rpartition(".")
-    return name, path, own
+    path, _, leaf = name.rpartition(".")
+    return name, path, leaf
 
 
 def vision_tower(visual: Any) -> PlainTower:

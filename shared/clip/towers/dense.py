@@ -83,6 +83,6 @@ class DenseEncoder:
         mask = torch.zeros(length, length).masked_fill_(~seen.tril(), -torch.inf)
         dtype, device = key
         ids, positions = tokens.to(device)
-        own = tower.embed(ids) + tower.position(0, prompts.ids.shape[1])[positions]
+        own_rows = tower.embed(ids) + tower.position(0, prompts.ids.shape[1])[positions]
         lead = tower.embed(prompts.ids[0, : prompts.start]) + tower.position(0, prompts.start)
-        return _Layout(key, lead, own, mask.to(device, dtype), places.to(device))
+        return _Layout(key, lead, own_rows, mask.to(device, dtype), places.to(device))

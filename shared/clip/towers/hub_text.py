@@ -110,8 +110,8 @@ class HubTextTower(TextTower):
                 if threading.get_ident() != owner:
                     return None
                 rows = inputs[0]
-                own = fresh.repeat_interleave(rows.shape[0] // fresh.shape[0], dim=0)
-                return torch.cat([rows[:, :start], own, rows[:, stop:]], dim=1), *inputs[1:]
+                replaced = fresh.repeat_interleave(rows.shape[0] // fresh.shape[0], dim=0)
+                return torch.cat([rows[:, :start], replaced, rows[:, stop:]], dim=1), *inputs[1:]
 
             return replace
 

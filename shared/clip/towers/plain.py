@@ -147,12 +147,12 @@ class Convolved(nn.Module):
             self.add_module(norm, nn.BatchNorm2d(named[conv].out_channels, eps=1e-3))
 
     def forward(self, x: Tensor) -> Tensor:
-        given = x
+        residual = x
         for number, (conv, norm) in enumerate(self._pairs, 1):
             x = self.get_submodule(norm)(self.get_submodule(conv)(x))
             if number < len(self._pairs):
                 x = F.relu6(x, inplace=True)
-        return x + given if self._beside else x
+        return x + residual if self._beside else x
 
 
 class EfficientNetLite0(nn.Module):

@@ -90,8 +90,8 @@ class PrefixAttention(torch.autograd.Function):
         weights = scores.softmax(dim=-1)
         attended = weights[..., :p] @ prefix_value
         for bucket, asking, rows in layout.parts():
-            own = _split(weights[:, :, asking, p : p + bucket.size], bucket)
-            attended[:, :, asking] += (own @ _split(value[:, :, rows], bucket)).flatten(2, 3)
+            own_weights = _split(weights[:, :, asking, p : p + bucket.size], bucket)
+            attended[:, :, asking] += (own_weights @ _split(value[:, :, rows], bucket)).flatten(2, 3)
         ctx.layout, ctx.start = layout, lead.shape[0]
         ctx.save_for_backward(query, key, value, prefix_key, prefix_value, weights)
         return _merge(attended)
@@ -108,18 +108,18 @@ class PrefixAttention(torch.autograd.Function):
         d_scores = torch.zeros_like(weights)
         d_scores[..., :p] = gradient @ prefix_value.mT
         for bucket, asking, rows in layout.parts():
-            own = _split(weights[:, :, asking, p : p + bucket.size], bucket)
+            own_weights = _split(weights[:, :, asking, p : p + bucket.size], bucket)
             above = _split(gradient[:, :, asking], bucket)
-            d_value[:, :, rows] = (own.mT @ above).flatten(2, 3)
+            d_value[:, :, rows] = (own_weights.mT @ above).flatten(2, 3)
             d_scores[:, :, asking, p : p + bucket.size] = (above @ _split(value[:, :, rows], bucket).mT).flatten(2, 3)
         d_scores -= (d_scores * weights).sum(dim=-1, keepdim=True)
         d_scores *= weights
         d_query = d_scores[..., :p] @ prefix_key
         d_key[:, :, : layout.m] = (d_scores[..., :p].mT @ query)[:, :, ctx.start :]
         for bucket, asking, rows in layout.parts():
-            own = _split(d_scores[:, :, asking, p : p + bucket.size], bucket)
-            d_query[:, :, asking] += (own @ _split(key[:, :, rows], bucket)).flatten(2, 3)
-            d_key[:, :, rows] = (own.mT @ _split(query[:, :, asking], bucket)).flatten(2, 3)
+            d_own_weights = _split(d_scores[:, :, asking, p : p + bucket.size], bucket)
+            d_query[:, :, asking] += (d_own_weights @ _split(key[:, :, rows], bucket)).flatten(2, 3)
+            d_key[:, :, rows] = (d_own_weights.mT @ _split(query[:, :, asking], bucket)).flatten(2, 3)
         d_query *= query.shape[-1] ** -0.5
         return _merge(d_query), d_key_value.permute(1, 3, 0, 2, 4).flatten(2), None, None
 

@@ -111,10 +111,10 @@ class PromptTokenizer:
 
         Returns ids, the position of the first of these tokens, and how many there are: 0 if all texts share none.
         """
-        ids, known = self.texts(texts), self.words(words) if words.strip() else torch.zeros(0, dtype=torch.long)
+        ids, word_ids = self.texts(texts), self.words(words) if words.strip() else torch.zeros(0, dtype=torch.long)
         lead = 1 if self._simple or int(ids[0, 0]) in self._special else 0
-        known = known[: ids.shape[1] - lead]
-        same = (ids[:, lead : lead + len(known)] == known).all(dim=0).long().cumprod(dim=0)
+        word_ids = word_ids[: ids.shape[1] - lead]
+        same = (ids[:, lead : lead + len(word_ids)] == word_ids).all(dim=0).long().cumprod(dim=0)
         shared = int(same.sum())
         return ids, lead + max(0, shared - most), min(shared, most)
 
@@ -255,8 +255,8 @@ def run_block(
     else:
         parts = list(project(block, normed).chunk(3, dim=-1))
     if low_rank is not None:
-        given = enumerate(zip(parts, (asking, normed, normed), strict=True))
-        parts = [part + low_rank.branch(index, own) for index, (part, own) in given]
+        inputs = enumerate(zip(parts, (asking, normed, normed), strict=True))
+        parts = [part + low_rank.branch(index, own) for index, (part, own) in inputs]
     query, key, value = (_heads(part, block.attn.num_heads) for part in parts)
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=causal)
     return add_branches(block, kept, attended.transpose(1, 2).flatten(2))
@@ -435,8 +435,8 @@ class TextTower:
         features: list[Tensor] = []
         for end, index in placed.buckets:
             part = rows[index, : end + 1]
-            own = context if context.shape[1] == 1 else context[:, index]
-            out = self.run(self._with_context(part, own, prompts), mask[: end + 1, : end + 1], deep, prompts)
+            vectors = context if context.shape[1] == 1 else context[:, index]
+            out = self.run(self._with_context(part, vectors, prompts), mask[: end + 1, : end + 1], deep, prompts)
             features.append(self.project(out[:, -1]).reshape(n, len(index), -1))
         return torch.cat(features, dim=1).index_select(1, placed.places)
 

@@ -32,11 +32,11 @@ def of_evaluation(method: Method) -> list[str]:
 
 def declared(numbers: Mapping[str, float], patterns: Iterable[str]) -> dict[str, float]:
     """Those of ``numbers`` whose names fit one of ``patterns``, and whose values have a size that can be told."""
-    known = list(patterns)
+    names = list(patterns)
     return {
         name: value
         for name, value in numbers.items()
         if abs(value) <= LARGEST
         and name not in OF_REPORTS
-        and any(fnmatch.fnmatchcase(name, pattern) for pattern in known)
+        and any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
     }

@@ -85,11 +85,11 @@ class ClientRowsMethod(pf.ContextMethod):
     def usable(self, state: Tensors, context: pf.ServerContext) -> list[int]:
         """Rows of active trainers that have answered, in order of name; for an exported state, all filled rows."""
         answered = state[ANSWERED.name].tolist()
-        known = context.clients if len(context.clients) == len(answered) else None
+        members = context.clients if len(context.clients) == len(answered) else None
         return [
             row
             for row, round in enumerate(answered)
-            if round and (known is None or (known[row].active and known[row].role == "trainer"))
+            if round and (members is None or (members[row].active and members[row].role == "trainer"))
         ]
 
 

@@ -37,8 +37,8 @@ def default_backbone(method: Method | None, data: Collection[str] = ()) -> tuple
     refusal = None if method is None else refusal_of(method, shape_by_name(photo.MODEL))
     if method is not None and refusal is not None and tiny.MODEL in suitable(method):
         return tiny.MODEL, f"{photo.MODEL} does not suit the method: {refusal}"
-    known = "not all images are embedded drawings" if data else "it knows photographs"
-    return photo.MODEL, known
+    reason = "not all images are embedded drawings" if data else "it knows photographs"
+    return photo.MODEL, reason
 
 
 def data_in(clients: Any) -> list[str]:
@@ -46,5 +46,5 @@ def data_in(clients: Any) -> list[str]:
     entries = [entry for entry in (clients if isinstance(clients, list) else [clients]) if isinstance(entry, Mapping)]
     tests = [entry.get("tests") for entry in entries]
     found = [entry.get("data") for entry in entries]
-    found += [uri for given in tests if isinstance(given, Mapping) for uri in given.values()]
+    found += [uri for named_tests in tests if isinstance(named_tests, Mapping) for uri in named_tests.values()]
     return [uri for uri in found if isinstance(uri, str)]

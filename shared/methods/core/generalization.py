@@ -51,8 +51,8 @@ def joined(state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> 
     """The state with a weight for a newcomer: the mean of the others."""
     at, weights = row_of(client.name, context), state[WEIGHTS.name]
     xp = namespace(weights)
-    own = weights.mean().reshape(1) if len(weights) else xp.ones(1, dtype=xp.float32)
-    grown = xp.concat([weights[:at], own, weights[at:]])
+    mean_weight = weights.mean().reshape(1) if len(weights) else xp.ones(1, dtype=xp.float32)
+    grown = xp.concat([weights[:at], mean_weight, weights[at:]])
     return state | {WEIGHTS.name: _normalised(grown)}
 
 
@@ -163,8 +163,8 @@ class Representation:
     def of(cls, names: Sequence[str], given: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> Representation:
         """From a payload and the client's private tensors. Raises MethodError if the payload has other classes."""
         head = LinearHead.shared(names, given)
-        own = reference(private, len(head.names), given["head_weight"].shape[1])
-        return cls(head.names, {spec.name: given[spec.name].float() for spec in SHARED} | own)
+        private_part = reference(private, len(head.names), given["head_weight"].shape[1])
+        return cls(head.names, {spec.name: given[spec.name].float() for spec in SHARED} | private_part)
 
     def on(self, device: torch.device, *, trainable: bool = False) -> Representation:
         """A copy on ``device``."""
@@ -173,9 +173,9 @@ class Representation:
 
     def distribution(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """μ and σ ``(B, d_z)``."""
-        given = self.tensors
-        mean = F.linear(features, given["sr_mean_weight"], given["sr_mean_bias"])
-        return mean, F.softplus(F.linear(features, given["sr_scale_weight"], given["sr_scale_bias"]))
+        weights = self.tensors
+        mean = F.linear(features, weights["sr_mean_weight"], weights["sr_mean_bias"])
+        return mean, F.softplus(F.linear(features, weights["sr_scale_weight"], weights["sr_scale_bias"]))
 
     def logits(self, representation: Tensor) -> Tensor:
         """``(B, C)`` of z."""

@@ -67,11 +67,11 @@ def _rate(method: type[Method], backbone: tuple[str, str]) -> float | None:
     training, fields = method.defaults.get("training", {}), method.Hyper.model_fields
     given, optimizer = training.get("learning_rate", USUAL), training.get("optimizer", "sgd")
     has_rate = "learning_rate" in training or "m" in fields
-    own = method.__module__.startswith("promptfed.shared.methods.")
+    is_ours = method.__module__.startswith("promptfed.shared.methods.")
     swept, factor = SWEPT.get(backbone, {}), FACTORS.get(backbone, {}).get(optimizer)
-    if own and method.name in swept:
+    if is_ours and method.name in swept:
         return swept[method.name]
-    if given >= SMALL or not (has_rate and own):
+    if given >= SMALL or not (has_rate and is_ours):
         return None
     if "trainable" in fields:
         factor = TOWER_FACTORS.get(backbone, {}).get(optimizer)
@@ -160,8 +160,8 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
         self._given.discard(name)
 
     def __iter__(self) -> Iterator[str]:
-        own = dict.fromkeys([*self._modules, *self._classes])
-        for name in [*own, *sorted(self._offers.keys() - own.keys())]:
+        ours = dict.fromkeys([*self._modules, *self._classes])
+        for name in [*ours, *sorted(self._offers.keys() - ours.keys())]:
             new = name not in self._unusable
             if name in self:
                 yield name

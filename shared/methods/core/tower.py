@@ -359,11 +359,11 @@ class WeightMethod(pf.Method):
     def changes(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> Tensors:
         """Δ by kind, float32: the received shared part and the client's stored private part, or zero."""
         shared = {kind: payload[kind].float() for kind in self.shared_kinds}
-        own = self.private_kinds
-        if own and own[0] not in private:
+        private_kinds = self.private_kinds
+        if private_kinds and private_kinds[0] not in private:
             dims = own_dims(self.name, self.hyper.trainable, self.hyper.k, context)
-            private = {kind: torch.zeros(tensor_spec(kind).resolve(dims)) for kind in own}
-        return shared | {kind: private[kind] for kind in own}
+            private = {kind: torch.zeros(tensor_spec(kind).resolve(dims)) for kind in private_kinds}
+        return shared | {kind: private[kind] for kind in private_kinds}
 
     def shared_head(self, context: pf.ClientContext, payload: Tensors) -> LinearHead:
         """The linear head in a payload, over all of its classes."""

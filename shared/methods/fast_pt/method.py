@@ -171,9 +171,9 @@ class FastPT(pf.ContextMethod):
         sizes = {WEIGHT.name: (0, dims["d_e"]), BIAS.name: (0,), PROMPTS.name: (0, dims["m"], dims["d_t"])}
         empty = {name: xp.zeros(size, dtype=xp.float32) for name, size in sizes.items()}
         nobody = xp.zeros(0, dtype=xp.int64)
-        known = {WEIGHT.name: empty[WEIGHT.name], BIAS.name: empty[BIAS.name], DOMAINS.name: nobody}
+        unfilled = {WEIGHT.name: empty[WEIGHT.name], BIAS.name: empty[BIAS.name], DOMAINS.name: nobody}
         none = {PROMPTS.name: empty[PROMPTS.name], LISTED.name: nobody}
-        return rows_for(known | state, list(domains.trainer_domains(context.clients))) | none
+        return rows_for(unfilled | state, list(domains.trainer_domains(context.clients))) | none
 
     def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
         """A trainer whose domain has no row yet appends one of zeros."""
@@ -244,8 +244,8 @@ class FastPT(pf.ContextMethod):
         embedded = self._embedded(context, private)
         update: Tensors = {}
         if self._general:
-            own = replace(context, train=EmbeddedSplit.of(embedded.values()))
-            update[GLOBAL.name], metrics["loss"] = pf.train_context(own, payload[GLOBAL.name])
+            of_embeddings = replace(context, train=EmbeddedSplit.of(embedded.values()))
+            update[GLOBAL.name], metrics["loss"] = pf.train_context(of_embeddings, payload[GLOBAL.name])
         if self._by_domain:
             classifier, metrics["classifier_loss"] = self._train_classifier(context, payload, embedded)
             update |= classifier
@@ -287,10 +287,10 @@ class FastPT(pf.ContextMethod):
         self, context: pf.ClientContext, payload: Tensors, private: Tensors
     ) -> tuple[Tensor, float]:
         """E epochs of P^D on own embeddings under the fixed P^G (Eq. 6); P^D and the last epoch's loss."""
-        backbone, own = context.backbone, domains.own_domain(context)
+        backbone, domain = context.backbone, domains.own_domain(context)
         general = payload[GLOBAL.name].to(backbone.device) if self._general else None
         learned = pf.leaf(self._domain_prompt(context, private), backbone)
-        words = backbone.embed_words(own.description.replace("{}", " "))
+        words = backbone.embed_words(domain.description.replace("{}", " "))
         prompts = pf.class_prompts(context, self.hyper.m * (1 + self._general))
         cross_entropy = pf.BatchCrossEntropy(context)
 
@@ -328,8 +328,8 @@ class FastPT(pf.ContextMethod):
         if self._ended(payload):
             return self._mixture(context, payload, self.hyper.mixture)
         general = [payload[GLOBAL.name]] if self._general else []
-        own = [self._domain_prompt(context, private)] if not general or PROMPT.name in private else []
-        whole = torch.cat(general + own)
+        special = [self._domain_prompt(context, private)] if not general or PROMPT.name in private else []
+        whole = torch.cat(general + special)
         return pf.TextPromptClassifier(context, whole)
 
     def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
