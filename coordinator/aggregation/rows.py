@@ -149,7 +149,7 @@ class _Laid:
             self._ends.append(end)
 
     def part(self, start: int, stop: int) -> Any:
-        """``(stop - start,)`` entries, float32."""
+        """``(stop - start,)`` entries, at least one, float32."""
         parts, at, xp = [], start, self._xp
         for index in range(bisect_right(self._ends, start), len(self._ends)):
             tensor, end = self._tensors[index], self._ends[index]
@@ -161,7 +161,7 @@ class _Laid:
             at = upto
             if at == stop:
                 break
-        return parts[0] if len(parts) == 1 else xp.concat(parts) if parts else xp.zeros(0, dtype=xp.float32)
+        return parts[0] if len(parts) == 1 else xp.concat(parts)
 
 
 def squared_distances(rows: Rows) -> Any:

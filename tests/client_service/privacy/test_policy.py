@@ -36,6 +36,7 @@ from promptfed.client_service.privacy.policy import (
     Policy,
     SiteFacts,
     allows,
+    facts_of,
     read_policy,
     refusals,
 )
@@ -113,8 +114,47 @@ def test_the_other_rules() -> None:
     assert [one.kind for one in refusals(names, SiteFacts(**{**vars(FACTS), "class_names": False}))] == [
         "policy-classes"
     ]
-    same = Policy.model_validate({"version": 1, "allow": {"coordinators": ["https://coordinator.example.org:443/"]}})
-    assert refusals(same, FACTS) == []
+    floor = Policy.model_validate({"version": 1, "metrics": {"floor": 20}})
+    found = [[one.kind for one in refusals(floor, replace(FACTS, images=count))] for count in (19, 20)]
+    assert found == [["policy-floor"], []]
+
+
+@pytest.mark.parametrize(
+    ("given", "facts"),
+    [
+        ({"limits": {"min_steps": 99}}, {}), ({"privacy": {"require": "client"}}, {}),
+        ({"privacy": {"unit": "group"}}, {}), ({"secure_aggregation": {"require": True}}, {"sums": None}),
+        ({"privacy": {"require": "client", "max_epsilon": 1.0}}, {"level": "client", "epsilon": 2.0}),
+    ],
+)  # fmt: skip
+def test_who_only_evaluates_is_held_to_nothing_of_training(given: dict[str, Any], facts: dict[str, Any]) -> None:
+    policy = Policy.model_validate({"version": 1, **given})
+    assert len(refusals(policy, replace(FACTS, **facts))) == 1
+    assert refusals(policy, replace(FACTS, **facts, role="evaluator")) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "facts"),
+    [
+        ({"unit": "group"}, {"level": "client"}), ({"unit": "record"}, {}), ({"max_epsilon": 1.0}, {"level": "client"}),
+        ({"require": "sample", "max_epsilon": 1.0}, {"epsilon": 2.0}), ({"require": "none"}, {"level": "none"}),
+    ],
+)  # fmt: skip
+def test_a_unit_is_of_records_and_an_epsilon_of_whole_clients_alone(given: Any, facts: dict[str, Any]) -> None:
+    assert refusals(Policy.model_validate({"version": 1, "privacy": given}), replace(FACTS, **facts)) == []
+
+
+def test_steps_are_those_of_the_units_that_are_trained_on() -> None:
+    info = EnrolmentInfo(
+        federation_id="f", name="pets", template=None, state="running", class_names=None, method={"name": "promptfl"},
+        backbone=BackboneSpec(), rounds=3, training=TrainingSpec(epochs=2, batch_size=10), seed=0, evaluate_every=1,
+    )  # fmt: skip
+    found = [facts_of(info, "https://x", "trainer", *given) for given in ((0, 5), (41,), (41, 20))]
+    assert [(facts.images, facts.steps) for facts in found] == [(0, 0), (41, 10), (41, 4)]
+    assert (found[0].unit, found[0].epsilon, found[0].level, found[0].sums) == ("record", None, "none", None)
+    whole = PrivacySpec(level="client", clip=1.0, epsilon=2.0, delta=1e-5)
+    for privacy, epsilon in ((whole, 2.0), (whole.model_copy(update={"level": "sample"}), None)):
+        assert facts_of(info.model_copy(update={"privacy": privacy}), "https://x", "trainer", 1).epsilon == epsilon
 
 
 @pytest.mark.parametrize(("given", "said"), [
@@ -129,6 +169,7 @@ def test_the_other_rules() -> None:
     ({"secure_aggregation": {"verified": 2}}, "verified is 2, and peers lists 0"),
     ({"secure_aggregation": {"unverified": 0}}, "peers lists nobody"),
     ({"secure_aggregation": {"peers": [PEER], "unverified": 1}}, "give verified"),
+    ({"secure_aggregation": {"peers": [PEER, PEER], "verified": 2}}, "verified is 2, and peers lists 1"),
     ({"secure_aggregation": {"max_own_share": 0.6}}, "secure_aggregation.max_own_share"),
     ({"metrics": {"accuracy": "rounded"}}, "metrics.accuracy"),
     ({"limits": {"rounds": "50"}}, "limits.rounds"),
@@ -277,6 +318,24 @@ def test_an_origin_is_compared_as_an_address(tmp_path: Path) -> None:
     assert allows(None, "https://anything.example.org")
     for other in ("http://coordinator.example.org", "https://coordinator.example.org:444", "https://example.org"):
         assert not allows(policy, other)
+    two = Policy.model_validate(
+        {"version": 1, "allow": {"coordinators": ["http://a.example:80", "http://b.example/x/"]}}
+    )
+    addresses = {
+        "http://a.example/": True,
+        "http://a.example:81": False,
+        "http://b.example/x": True,
+        "http://b.example": False,
+    }
+    assert {address: allows(two, address) for address in addresses} == addresses
+    together = {"http://a.example, http://b.example/x": 0, "http://a.example, http://c.example": 1}
+    for coordinator, offended in together.items():
+        assert len(refusals(two, replace(FACTS, coordinator=coordinator))) == offended
+
+
+@pytest.mark.parametrize("given", [{"verified": 1}, {"verified": 1, "unverified": 1}, {"unverified": 0}])
+def test_as_many_verified_members_as_peers_may_be_asked_for(given: dict[str, int]) -> None:
+    Policy.model_validate({"version": 1, "secure_aggregation": {"peers": [PEER], **given}})
 
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]

@@ -161,18 +161,28 @@ def test_a_start_that_fails_and_a_state_that_is_none_are_refused(monkeypatch: py
             global_state._made(federation, context)
 
 
-def test_a_state_is_adopted_for_the_clients_and_forgets_one() -> None:
+def test_a_state_is_adopted_for_the_clients_and_forgets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     federation = federation_of("pfedmoap")
     context = context_of(federation)
     supplied = call(federation, "initial_state", replace(context, clients=context.clients[:1]))
     adopted = global_state.adopted(federation, supplied, context)
     assert len(adopted["client_contexts"]) == 3
     clients: Any = {one.name: SimpleNamespace(info=lambda one=one: one) for one in context.clients}
-    known = replace(federation, clients=clients)
+    known = replace(federation, clients=clients, shape=context.shape)
     moved = {name: tensor + 1 for name, tensor in adopted.items()}
     after = global_state.forgotten(known, moved, "a", context)
     assert (after["answered"].tolist(), moved["answered"].tolist()) == ([1, 0, 1], [1, 1, 1])
     assert global_state.forgotten(known, after, "a", context) is after, "nothing of it is left"
+    phase = federation.method.phases(1, 2)[0]
+    for wrong in ({}, after | {"more": after["answered"]}):  # checked before it is a state
+        monkeypatch.setattr(global_state, "call", lambda *given, wrong=wrong: wrong)
+        for act in (
+            lambda: global_state.forgotten(known, after, "a", context),
+            lambda: global_state.joined(known, after, ["a", "c"], ["B"]),
+            lambda: global_state.after_mean(known, after, phase, {}, context),
+        ):
+            with pytest.raises(TensorError):
+                act()
 
 
 @pytest.mark.parametrize(("rule", "clip"), [(rule, clip) for rule in sorted(RULES) for clip in (None, "median", 2.0)])
