@@ -332,6 +332,7 @@ def rules_of(spec: FederationSpec, method: Method) -> Rules:
         fixed_divisor=spec.privacy.protects_clients,
         selects=spec.selection is not None,
         least_answers=least_updates(spec.aggregation),
+        patience=spec.stop.patience if spec.stop is not None else None,
     )
 
 

@@ -24,10 +24,11 @@ from promptfed.coordinator.domain.run_state import (
     Stage,
 )
 from promptfed.shared.messages import ENDED, FederationState, TaskKind
+from promptfed.shared.plain_text import counted
 from promptfed.shared.secagg import MOST_CLIENTS
 from promptfed.shared.seeds import sampling_order
 from promptfed.shared.spec.section import ceil_fraction
-from promptfed.shared.spec.sections import SecureAggregationSpec
+from promptfed.shared.spec.sections import FINAL, SecureAggregationSpec
 
 KINDS: tuple[TaskKind, ...] = ("train", "share", "mask", "confirm", "unmask")
 TRAIN, SHARE, MASK, CONFIRM, UNMASK = range(5)
@@ -173,6 +174,8 @@ class Machine:
                 self._left_out(names, now)
             case run_state.JobDone(now):
                 self._job_done(now)
+            case run_state.NoRise(now):
+                self._no_rise(now)
             case run_state.Restarted(now):
                 self._set_deadline(now)
                 self._go_on(now)
@@ -253,8 +256,20 @@ class Machine:
             self._set(due_job=None, cohort=(), previous=())
             plan = self._plan()
             self._complete(plan.secure.after if plan is not None and plan.secure is not None else None)
+        elif self.run.due_job == "judge":
+            self._set(due_job=None)
+            self._complete()
         else:
             raise WrongMoment(self.run.state)
+        self._go_on(now)
+
+    def _no_rise(self, now: float) -> None:
+        self._expect("running")
+        if self.run.due_job != "judge":
+            raise WrongMoment(self.run.state)
+        self._set(due_job=None)
+        self._complete()
+        self._evaluate(FINAL, now)
         self._go_on(now)
 
     # How a federation goes on
@@ -275,13 +290,22 @@ class Machine:
         elif run.step < len(plan):
             self._open_phase(plan[run.step], now)
         elif (name := self.rules.evaluation(run.round, run.step - len(plan))) is not None:
-            active = sorted(name for name, member in run.members.items() if member.active and member.joined)
-            self._open("evaluate", name, active, len(active), now)
-        elif run.round < self.rules.last_round:
+            self._evaluate(name, now)
+        elif run.round < self.rules.last_round and run.step - len(plan) < 2:  # behind a final test there is no round
             self._set(round=run.round + 1, step=0, answered_first=(), sample_size=0, cohort=(), previous=())
         else:
-            self._end("finished", BUDGET_SPENT if run.round < self.rules.rounds else None)
+            self._end("finished", self._why_early() if run.round < self.rules.rounds else None)
         return True
+
+    def _evaluate(self, name: str, now: float) -> None:
+        active = sorted(name for name, member in self.run.members.items() if member.active and member.joined)
+        self._open("evaluate", name, active, len(active), now)
+
+    def _why_early(self) -> str:
+        if self.rules.patience is None:
+            return BUDGET_SPENT
+        waited = counted(self.rules.patience, "evaluation")
+        return f"stopped after round {self.run.round}: no rise for {waited}"
 
     def _open_phase(self, plan: PhasePlan, now: float) -> None:
         run, expected = self.run, None
@@ -316,7 +340,10 @@ class Machine:
         plan = self._plan()
         if stage.kind == "evaluate":
             self._close(stage, stage.sample_size)
-            self._complete()
+            if self.rules.patience is None or stage.name == FINAL or self.run.round >= self.rules.last_round:
+                self._complete()
+            else:
+                self._set(due_job="judge")
         elif plan is not None and plan.secure is not None:
             self._close_secure(stage, plan.secure, now)
         elif len(stage.having("answered")) >= answers_needed(self.rules, self.run, stage):

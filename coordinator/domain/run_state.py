@@ -11,7 +11,7 @@ from promptfed.shared.secagg import MOST_CLIENTS
 from promptfed.shared.spec.sections import FINAL, SecureAggregationSpec, sample_size
 
 AskStatus = Literal["open", "answered", "failed", "withdrawn", "discarded", "expired", "cancelled"]
-DueJob = Literal["join", "aggregate"]
+DueJob = Literal["join", "aggregate", "judge"]
 QUORUM_MISSED = "quorum_missed"
 BUDGET_SPENT = "privacy_budget"
 DAMAGED = "damaged: "
@@ -63,7 +63,7 @@ class Rules:
     the secret of Poisson sampling, in hex, where that is how clients are sampled. ``fixed_divisor``: K stays what it
     was when a phase opened. ``budget_rounds``: rounds that a privacy budget allows, where it ends before the rounds do.
     ``selects``: after the last round the best one's state is tested. ``least_answers``: that the aggregation's rule
-    can take, however many were withdrawn.
+    can take, however many were withdrawn. ``patience``: evaluations without a rise, after which the rounds end.
     """
 
     draw: int | str
@@ -82,6 +82,7 @@ class Rules:
     budget_rounds: int | None = None
     selects: bool = False
     least_answers: int = 1
+    patience: int | None = None
 
     @property
     def last_round(self) -> int:
@@ -282,6 +283,10 @@ class Tick(_Timed):
 
 class JobDone(_Timed):
     """The due work is done and its state is committed with this event."""
+
+
+class NoRise(_Timed):
+    """The due work was to judge the figures, and they rise no more: the best round's state is tested, and it ends."""
 
 
 class Restarted(_Timed):

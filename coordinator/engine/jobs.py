@@ -28,7 +28,7 @@ from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongM
 from promptfed.coordinator.engine import sums
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.engine.selection import selected_round
+from promptfed.coordinator.engine.selection import rises_no_more, selected_round
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import Held
 from promptfed.coordinator.store.stored_tensors import Stored, put_tensors, room
@@ -305,6 +305,17 @@ def aggregate(registry: Registry, id: str) -> None:
     verdicts = Counter(judged[c].verdict if c in judged else "counted" for c, _, _ in counted.updates)
     for verdict, number in verdicts.items():
         registry.metrics.updates.labels(verdict).inc(number)
+
+
+def judge(registry: Registry, id: str) -> None:
+    """After an evaluation: go on, or end the rounds where the figures rise no more."""
+    federation = registry.get(id)
+    with registry.database.read() as session:
+        ends = rises_no_more(session, federation)
+    with registry.change(id) as change:
+        now, run = clock.monotonic(), change.federation.run
+        if (run.due_job, run.round) == ("judge", federation.run.round):
+            change.send(run_state.NoRise(now) if ends else run_state.JobDone(now))
 
 
 def fill_payloads(registry: Registry, id: str) -> None:

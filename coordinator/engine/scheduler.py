@@ -180,7 +180,7 @@ class Scheduler:
         if federation.absent is not None:
             return None
         if run.state == "running" and run.due_job is not None:
-            return jobs.join if run.due_job == "join" else jobs.aggregate
+            return {"join": jobs.join, "aggregate": jobs.aggregate, "judge": jobs.judge}[run.due_job]
         lacks_payloads = any(task.payload_sha256 is None for task in federation.tasks.values())
         if run.state in ("running", "paused") and not run.is_damaged and lacks_payloads:
             return jobs.fill_payloads

@@ -18,6 +18,7 @@ from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import get_card, sign_card
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.export_card import (
+    FINAL_FILE,
     GIVEN_NAMES,
     JSON_FILE,
     MARKDOWN_FILE,
@@ -38,7 +39,8 @@ from promptfed.shared.methods.core.spec_backbone import open_backbone
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
-from promptfed.shared.tensors.torch_tensors import encode, state_hash
+from promptfed.shared.tensors import method_part
+from promptfed.shared.tensors.torch_tensors import decode, encode, state_hash
 
 TRIES = 3  # attempts to get a card signed while its federation goes on
 DIFFERS = "export-differs"
@@ -138,7 +140,9 @@ def _contents(
     if options.class_names:
         names, source = list(options.class_names), GIVEN_NAMES
     why_none, weights = _why_no_weights(model, names), None
-    files = {STATE_FILE: result.body if len(model.state) == len(result.state) else encode(model.state)}
+    files = {STATE_FILE: _exported(result.body)}
+    if result.final_body:
+        files[FINAL_FILE] = _exported(result.final_body)
     if why_none is None and names is not None:
         backbone = backbone or open_backbone_of(model, options.allow_backbone)
         weights = weights_of(model.serve(backbone, names))
@@ -156,6 +160,13 @@ def _contents(
     use = Use(open_clip=weights is not None, promptfed=alone, why_not_open_clip=why_none)
     code = snippet(model.terms.backbone, weights) if weights is not None else None
     return Contents(names, source, use, code, files, listed)
+
+
+def _exported(body: bytes) -> bytes:
+    """The method's part of a state: the very bytes where it has no other."""
+    state, _ = decode(body)
+    own = method_part(state)
+    return body if len(own) == len(state) else encode(own)
 
 
 def _why_no_weights(model: AdaptedModel, names: Sequence[str] | None) -> str | None:

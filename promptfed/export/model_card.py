@@ -20,6 +20,7 @@ from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,
     BACKBONE_FOLDER,
     BACKBONE_WEIGHTS,
+    FINAL_FILE,
     JSON_FILE,
     MERGED_FILE,
     STATE_FILE,
@@ -46,6 +47,7 @@ from promptfed.shared.tensors.torch_tensors import encode
 MOST_CLASSES = 12  # clients that are named individually
 WHAT = {
     STATE_FILE: "the global state, as the coordinator holds it",
+    FINAL_FILE: "the last round's state, which is not the best one",
     MERGED_FILE: "open_clip's model with the state's changes of weights in it",
     WEIGHTS_FILE: "what plain open_clip code classifies with",
     BACKBONE_CONFIG: "the backbone, which open_clip cannot load by name",
@@ -178,7 +180,7 @@ def markdown(card: Card, snippet: str | None) -> str:
         "backbone": markdown_cell(f"{backbone.model}, {backbone.pretrained or 'random'}, {backbone.precision}"),
         "classes": _classes(card),
         "template": markdown_code(card.template).replace("|", "\\|"),
-        "federation": f"{card.federation.state}, seed {card.seed}",
+        "federation": f"{card.federation.state}{f' ({card.stopped})' if card.stopped else ''}, seed {card.seed}",
         "participants": f"{trained} trained, {len(card.participants) - trained} only evaluated",
         **_origin(card),
         "sent": _sent(card),
@@ -306,7 +308,7 @@ def _use(card: Card, snippet: str | None) -> list[str]:
         parts += [f"{name} learns a generator: it made the context for exactly these class names; {text}."]
     if carries_backbone(card.backbone) and snippet is not None:
         parts += [f"The backbone is in no registry of open_clip's, so it lies in `{BACKBONE_FOLDER}/`."]
-    if card.round < card.rounds:
+    if card.round < card.rounds and card.selection is None and card.stopped is None:
         parts += [f"The federation had {card.rounds} rounds to go through: this is a state on the way."]
     return parts
 

@@ -202,16 +202,25 @@ def take(federation: str, round: int | None = None) -> Operation[FederationResul
     """
     so_far = yield from accuracies(federation)
     reports = so_far.reports
+    final_body = b""
     if round is None:
         chosen = so_far.federation.selection if so_far.federation.state == "finished" else None
         last = max((report["round"] for report in reports if report["state_hash"]), default=0)
         round = last if chosen is None else chosen.round
-    state = yield from _one(get_prompts(federation, round))
-    state_hash = state.headers["etag"].strip('"')
-    _check(state.body, state_hash)
+        if round < last:
+            final_body, _ = yield from _state(federation, last)
+    body, state_hash = yield from _state(federation, round)
     facts = yield from _one(get_card(federation, round))
     until_round = [report for report in reports if report["round"] <= round]
-    return FederationResult(so_far.status, until_round, facts.json, round, state.body, state_hash)
+    return FederationResult(so_far.status, until_round, facts.json, round, body, state_hash, final_body)
+
+
+def _state(federation: str, round: int) -> Operation[tuple[bytes, str]]:
+    """A state's bytes and its hash, which they were found to have."""
+    answer = yield from _one(get_prompts(federation, round))
+    state_hash = answer.headers["etag"].strip('"')
+    _check(answer.body, state_hash)
+    return answer.body, state_hash
 
 
 def clients_of(pages: list[Answer[schemas.ClientPage]]) -> list[schemas.ClientView]:

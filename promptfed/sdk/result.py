@@ -68,7 +68,7 @@ class FederationResult:
     ``status`` is the answer of ``GET /v1/federations/{id}`` and ``reports`` (by round, from 0) those of
     ``GET .../rounds``. Both are kept unparsed, since reports can have megabytes. ``body`` is the global state as
     safetensors, ``state_hash`` its hash and ``card`` the answer of ``GET .../card``; they are empty if only accuracies
-    were requested.
+    were requested. ``final_body``: the last round's state, where ``round`` is an earlier one that was selected.
 
     Only simulations set the rest. ``wall_seconds`` is the time from the start of the first round to the end and
     ``setup_seconds`` the time before it (data, features, enrolment). ``outcomes`` holds all clients' last answers on
@@ -81,6 +81,7 @@ class FederationResult:
     round: int = 0
     body: bytes = b""
     state_hash: str = ""
+    final_body: bytes = b""
     wall_seconds: float = 0.0
     setup_seconds: float = 0.0
     outcomes: tuple[Outcomes, ...] = ()

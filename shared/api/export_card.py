@@ -23,11 +23,14 @@ STATE_FILE, WEIGHTS_FILE, JSON_FILE, MARKDOWN_FILE = (
     "card.json",
     "card.md",
 )
+FINAL_FILE = "final.safetensors"  # the last round's state, beside the best round's
 MERGED_FILE = "open_clip_model.safetensors"  # as open_clip and promptfed look for it in a folder
 BACKBONE_FOLDER = "backbone"  # of weights that open_clip cannot load by name
 BACKBONE_CONFIG = f"{BACKBONE_FOLDER}/open_clip_config.json"
 BACKBONE_WEIGHTS = f"{BACKBONE_FOLDER}/open_clip_model.safetensors"
-LISTED = frozenset({STATE_FILE, WEIGHTS_FILE, MARKDOWN_FILE, MERGED_FILE, BACKBONE_CONFIG, BACKBONE_WEIGHTS})
+LISTED = frozenset(
+    {STATE_FILE, FINAL_FILE, WEIGHTS_FILE, MARKDOWN_FILE, MERGED_FILE, BACKBONE_CONFIG, BACKBONE_WEIGHTS}
+)
 """Files that a card may name. A closed list: no path leaves the folder, and nothing in it is code."""
 SIGNATURE_FILE = "card.json.sig"  # the coordinator's signature of card.json, in hexadecimal
 SPEC_NAMES, TRAINER_NAMES, GIVEN_NAMES = "the federation's spec", "the federation's trainers", "who exported it"
@@ -181,6 +184,7 @@ class Facts(BaseModel):
     origin: Origin | None = left_out(None, "the export that the federation started from")
     licence: Licence | None = left_out(None)
     selection: SelectionView | None = left_out(None, "how the round was chosen, if it is the one")
+    stopped: str | None = left_out(None, "why the federation ended before its rounds did")
     accuracy: Accuracies | None
     unreadable: int = left_out(0, "answers of clients that could not be read, and count nowhere")
     privacy: PrivacySummary | None = None

@@ -28,6 +28,7 @@ from promptfed.shared.methods.core.refusals import (
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description, swept_rate
 from promptfed.shared.methods.core.several_labels import for_several_labels
 from promptfed.shared.spec.section import RELEASE
+from promptfed.shared.spec.sections import SelectionSpec
 from promptfed.shared.spec.spec import (
     BackboneShape,
     FederationSpec,
@@ -203,6 +204,8 @@ def resolve_spec(raw: Mapping[str, Any]) -> FederationSpec:
     spec, method = _parts(raw)
     named = {"name": method.name, **method.hyper.model_dump(), **_added(spec)}
     resolved = spec.model_copy(update={"method": named})
+    if spec.stop is not None and spec.selection is None:
+        resolved = resolved.model_copy(update={"selection": SelectionSpec(metric=spec.stop.metric)})
     checks: list[tuple[str, Callable[[], object]]] = [
         ("method", lambda: method.check(resolved)),
         ("training", lambda: check_training(method, resolved)),

@@ -40,19 +40,35 @@ WHOLE_WEIGHT = 1 << 16
 """The weight of the heaviest client; every client's is a whole number of 65,536ths of it, at least 1."""
 
 Evaluations = Literal["withheld", "noisy", "plain"]
+Metric = Literal["accuracy", "macro_f1"]
 
 
 class SelectionSpec(Section):
     """Which round is exported. The clients' mean counts; of equal rounds the first is chosen."""
 
-    metric: Literal["accuracy", "macro_f1"] = option("accuracy", "what chooses the best round; of held-out images")
+    metric: Metric = option("accuracy", "what chooses the best round; of held-out images")
     split: Literal["validation"] = option("validation", "images that choose the best round")
     share: float = option(0.2, "share of a trainer's training images that is held out for the choice", gt=0, lt=1)
+
+
+class StopSpec(Section):
+    """When a federation ends before its rounds do, by the clients' mean on the images that ``selection`` holds out."""
+
+    patience: Annotated[
+        int, Field(ge=1, le=100_000, description="evaluations in a row without a rise, after which it ends")
+    ]
+    metric: Metric = option("accuracy", "what has to rise; of held-out images")
 
 
 def best(means: Mapping[int, float]) -> int | None:
     """The first of the rounds with the highest mean; None of none."""
     return min(means, key=lambda round: (-means[round], round), default=None)
+
+
+def without_rise(means: Mapping[int, float]) -> int:
+    """How many evaluations came after the `best` one."""
+    highest = best(means)
+    return sum(highest is not None and round > highest for round in means)
 
 
 class ParticipationSpec(Section):

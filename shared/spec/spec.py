@@ -26,6 +26,7 @@ from promptfed.shared.spec.sections import (
     PrivacySpec,
     SecureAggregationSpec,
     SelectionSpec,
+    StopSpec,
 )
 
 TEMPLATE = "a photo of a {}."  # where a spec or a data source names none
@@ -288,6 +289,9 @@ class FederationSpec(Section):
         "manual", "how it begins: with `when_ready` by itself, once `min_clients` have enrolled"
     )
     selection: SelectionSpec | None = left_out(None, "the result is the best round's; default: the last round's")
+    stop: StopSpec | None = left_out(
+        None, "it ends once evaluations rise no more; brings `selection` with it; default: after all rounds"
+    )
     seed: int = option(0, "seed of random numbers: all draws of the federation follow from it", ge=0, lt=1 << 63)
 
     @property

@@ -13,6 +13,7 @@ from promptfed.coordinator.resources.results.facts import Known, known_of
 from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,
     BACKBONE_WEIGHTS,
+    FINAL_FILE,
     GIVEN_NAMES,
     LISTED,
     MARKDOWN_FILE,
@@ -99,6 +100,8 @@ def _wrong_files(card: Card, expected: Known) -> Differences:
         wrong[f"files.{name}"] = "an export has this file, and its card names it"
     if STATE_FILE in files and not _is_same(files[STATE_FILE], expected.state):
         wrong[f"files.{STATE_FILE}"] = f"the state's file is {_short(expected.state)}"
+    if FINAL_FILE in files and not _is_same(files[FINAL_FILE], expected.final()):
+        wrong[f"files.{FINAL_FILE}"] = "it is not the last round's state"
     if (BACKBONE_CONFIG in files) != (BACKBONE_WEIGHTS in files):
         wrong["files"] = "a backbone is its configuration and its weights together"
     if card.use.open_clip != (WEIGHTS_FILE in files):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 
 from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.domain.run_state import BUDGET_SPENT
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.resources.clients.views import client_view
 from promptfed.coordinator.resources.federations.views import federation_view
 from promptfed.coordinator.resources.results.rounds import round_report, rounds
 from promptfed.coordinator.resources.results.states import state_of
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.tables import ClientRow
+from promptfed.coordinator.store.tables import ClientRow, StateRow
 from promptfed.shared.api.api_schemas import ClientView, FederationView
 from promptfed.shared.api.export_card import (
     Accuracies,
@@ -36,14 +37,17 @@ from promptfed.shared.methods import METHODS
 from promptfed.shared.spec.spec import TEMPLATE
 from promptfed.shared.tensors import Arrays, decode_place, encode, method_part, state_hash
 
+BUDGET_WORDS = "its privacy budget is spent"
+
 
 @dataclass(frozen=True)
 class Known:
-    """The coordinator's data on a result; ``state``: its file in an export."""
+    """The coordinator's data on a result; ``state`` and ``final``: the files of its state and of the last one."""
 
     view: FederationView
     facts: Facts
     state: CardFile
+    final: Callable[[], CardFile]
 
 
 def known_of(registry: Registry, federation: Federation, round: int) -> Known:
@@ -51,10 +55,19 @@ def known_of(registry: Registry, federation: Federation, round: int) -> Known:
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
         stored = state_of(session, federation, round)
+        last = state_of(session, federation, None)
         view = federation_view(session, federation)
         clients = [client_view(row) for row in session.scalars(queries.clients(federation.id).order_by(ClientRow.name))]
         begun = (number for number in rounds(session, federation.id) if number <= round)
         tally = Tally(round_report(session, federation, number) for number in begun)
+    state, file = _exported(registry, stored)
+    return Known(
+        view, _facts(view, clients, tally, state_hash(state), round), file, lambda: _exported(registry, last)[1]
+    )
+
+
+def _exported(registry: Registry, stored: StateRow) -> tuple[Arrays, CardFile]:
+    """The method's part of a state, and its file."""
     place = registry.blobs.place(stored.sha256)
     whole, _ = decode_place(place)
     state = method_part(whole)
@@ -62,7 +75,7 @@ def known_of(registry: Registry, federation: Federation, round: int) -> Known:
     if len(state) == len(whole):  # exported byte for byte
         size = len(place) if isinstance(place, bytes) else place.stat().st_size
         file = file.model_copy(update={"bytes": size, "sha256": stored.sha256.removeprefix("sha256:")})
-    return Known(view, _facts(view, clients, tally, state_hash(state), round), file)
+    return state, file
 
 
 def _described(tensors: Arrays) -> CardFile:
@@ -192,6 +205,7 @@ def _facts(view: FederationView, clients: list[ClientView], tally: Tally, state:
         ],
         origin=spec.origin,
         licence=spec.licence,
+        stopped=(BUDGET_WORDS if view.reason == BUDGET_SPENT else view.reason) if view.state == "finished" else None,
         selection=chosen if chosen is not None and chosen.round == round else None,
         accuracy=_accuracies(tally, spec.task),
         unreadable=tally.unreadable,

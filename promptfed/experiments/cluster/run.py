@@ -306,7 +306,7 @@ class Conductor:
         begun = time.monotonic()
         self._follow(federation)
         ended = time.monotonic()
-        result = api.run(operations.take(federation, spec.rounds))
+        result = api.run(operations.take(federation))
         expect_all_evaluated(result.reports)
         outcomes = sorted(self.crews.outcomes(END_SECONDS), key=lambda kept: (kept.client, kept.split))
         return replace(result, wall_seconds=ended - begun, outcomes=tuple(outcomes))

@@ -249,8 +249,7 @@ async def _run(
                 await api.send(operations.steer(federation, "start" if state == "enrolling" else "resume"))
             await _follow(progress, api, federation, clients)
             ended = time.monotonic()
-            last = None if setup.spec.selection is not None else setup.spec.rounds
-            result = await api.run(operations.take(federation, last))
+            result = await api.run(operations.take(federation))
             expect_all_evaluated(result.reports)
             return replace(result, wall_seconds=ended - begun, setup_seconds=begun - started)
 

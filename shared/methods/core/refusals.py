@@ -26,7 +26,7 @@ from promptfed.shared.spec.sections import AggregationSpec, PrivacySpec, sample_
 from promptfed.shared.spec.spec import FederationSpec, TrainingSpec
 from promptfed.shared.tensors import BYTES_PER_SECOND, LARGE
 
-OF_TRAINING = ("privacy", "secure_aggregation", "selection")
+OF_TRAINING = ("privacy", "secure_aggregation", "stop", "selection")
 """Sections of a spec that say something of training alone."""
 
 ROUNDING = 1e-9  # tolerance for a share times a number
@@ -194,9 +194,12 @@ def check_selection(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError if no round of a federation of ``spec`` can be selected."""
     if spec.selection is None:
         return
+    sections = "selection" if spec.stop is None else "selection and stop"
     if spec.evaluations != "plain" or spec.privacy.level != "none" or spec.secure_aggregation is not None:
         text = "a choice among rounds takes the sites' accuracies, which protection withholds and noise would decide"
-        raise MethodError(f"{text}: leave selection, or privacy and secure_aggregation, out")
+        raise MethodError(f"{text}: leave {sections}, or privacy and secure_aggregation, out")
+    if spec.task == "multi_label" and "macro_f1" in (spec.selection.metric, spec.stop and spec.stop.metric):
+        raise MethodError("macro_f1 is not evaluated with task: multi_label: take accuracy, the mean average precision")
     if spec.retention != "all":
         raise MethodError("the chosen round may be an early one: give retention all")
     if has_own(method, "join", "adopt"):

@@ -46,6 +46,7 @@ from promptfed.experiments.simulation import simulation
 from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.experiments.simulation.workers import RunningWorkers
+from promptfed.export.verification import verify_export
 from promptfed.runtime.processes import Site
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache
@@ -367,6 +368,7 @@ RUN = f"""
 import torch
 torch.set_num_threads(1)
 from promptfed.experiments.simulation.simulation import simulate
+from promptfed.export.verification import verify_export
 from promptfed.runtime.processes import Site
 sites = [Site(f"site-{{k}}", {DATA!r}.format(k)) for k in range(3)]
 simulate({spec(rounds=10_000)!r}, sites, pool=2, progress=lambda snapshot: print(snapshot.round, flush=True))
@@ -763,6 +765,21 @@ def test_personalised_clients_end_with_the_private_state_of_the_chosen_round(
         assert [path.name for path in (folder / f"client-{name}").glob("round-*")] == [
             f"round-{view.round}.safetensors"
         ]
+
+
+def test_it_stops_where_it_no_longer_helps_and_the_export_has_both_states(data: dict[str, str], tmp_path: Path) -> None:
+    stopped = run(METHOD, data, rounds=30, stop={"patience": 2})
+    result, view = stopped.taken, stopped.taken.federation.selection
+    assert view is not None
+    last = result.federation.round
+    assert (result.round, last) == (view.round, view.round + 2)
+    said = f"stopped after round {last}: no rise for 2 evaluations"
+    assert result.federation.reason == said
+    stopped.export(tmp_path / "export")
+    tensors, _ = decode((tmp_path / "export" / "final.safetensors").read_bytes())
+    assert state_hash(tensors) != result.state_hash
+    assert f"finished ({said})" in (tmp_path / "export" / "card.md").read_text()
+    assert verify_export(tmp_path / "export", None, recompute=False).card.stopped == said
 
 
 def test_a_selection_under_protection_is_refused_with_a_reason(data: dict[str, str]) -> None:
