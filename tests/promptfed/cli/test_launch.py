@@ -7,14 +7,18 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from promptfed.cli.commands import run
 from promptfed.cli.main import app
 from promptfed.runtime.containers import choose_gpus, gpus_of_engine
 from promptfed.runtime.processes import ProcessFailed, Services, Site
@@ -26,6 +30,8 @@ from promptfed.shared.errors import PromptfedError
 from promptfed.shared.service.reasons import Exit
 from promptfed.shared.spec.spec import parse_spec
 from tests import ROOT
+from tests.promptfed.sdk.test_client import FEDERATION
+from tests.promptfed.sdk.test_result import result
 from tests.support.own_images import write_folder
 from tests.support.waiting import PATIENCE
 
@@ -192,6 +198,26 @@ def test_a_federation_of_processes(spec: Path, tmp_path: Path) -> None:
     assert set(result["federated"]) == {"client:a", "client:b", "unseen:sketch"} == set(result["zero_shot"])
     assert result["state_hash"].startswith("sha256:")
     assert {"coordinator.log", "client-a.log", "client-b.log", "client-referee.log"} <= set(os.listdir(folder))
+
+
+def test_a_result_of_sites_without_common_classes_is_shown_with_the_coordinator_s_remarks(
+    spec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accuracies alone have no card, which would say how many classes each trainer has."""
+    asked: list[str] = []
+
+    def send(request: Request[Any]) -> Any:
+        asked.append(request.path)
+        return SimpleNamespace(view=request.model(remarks=["a learns\x1b nothing"]))
+
+    monkeypatch.setattr(run, "started_services", lambda *given, **named: nullcontext(Mock(api=Mock(send=send))))
+    monkeypatch.setattr(run, "conduct", lambda *given: result({"a": 50, "b": 50}, spec={"class_names": None}))
+    shown = CliRunner().invoke(app, ["launch", str(spec), "--gpus", "none"])
+    assert (shown.exit_code, asked) == (Exit.OK, [f"/v1/federations/{FEDERATION.id}/remarks"]), shown.output
+    assert "a learns\\x1b nothing" in shown.output, "as plain text"
+    assert "80.0 %" in shown.output
+    as_json = CliRunner().invoke(app, ["launch", str(spec), "--gpus", "none", "--json"])
+    assert json.loads(as_json.stdout)["federated"] == {"client:a": 0.8, "client:b": 0.8}
 
 
 # `promptfed data`: the list of sources, and sheets of their images.
