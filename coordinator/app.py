@@ -118,11 +118,10 @@ def create_app(settings: Settings) -> Application:
         redoc_url=None,
         openapi_url=None,  # there too: it is made and written once
         separate_input_output_schemas=False,
-        generate_unique_id_function=lambda route: route.name,  # what generated clients call it
     )
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
-    for router in ROUTERS:
-        app.include_router(router)
+    for router in ROUTERS:  # the routes themselves: `include_router` would make each anew for every application
+        app.router.routes.extend(router.routes)
     pages.add_files_of_docs(app)
     for kind in ANSWERED_AS_PROBLEMS:
         app.add_exception_handler(kind, _answer)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from enum import Enum
+from operator import attrgetter
 from typing import Any
+
+from fastapi import APIRouter
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.problems import MEDIA_TYPE, Refusal
@@ -29,6 +33,11 @@ ANY_CALLER: tuple[type[Refusal], ...] = (
     problems.StorageDamaged,
     problems.MethodAbsent,
 )
+
+
+def router(prefix: str = "", tags: list[Enum | str] | None = None) -> APIRouter:
+    """A router whose operations have the names of their routes, as generated clients call them."""
+    return APIRouter(prefix=prefix, tags=tags, generate_unique_id_function=attrgetter("name"))
 
 
 def for_callers(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 
+from promptfed.coordinator.http import openapi
 from promptfed.coordinator.http.deps import RegistryOf
 from promptfed.coordinator.http.openapi import documented
 from promptfed.coordinator.problems import NotReady
 from promptfed.shared.api.api_schemas import Health
 
-router = APIRouter()
+router = openapi.router()
 
 
 @router.get("/healthz", responses=documented(), tags=["health"])

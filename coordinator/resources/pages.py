@@ -7,14 +7,15 @@ import hashlib
 import json
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Header, Path, Request, Response
+from fastapi import FastAPI, Header, Path, Request, Response
 from starlette.staticfiles import StaticFiles
 
+from promptfed.coordinator.http import openapi
 from promptfed.coordinator.http.openapi import documented
 from promptfed.coordinator.problems import NotFound
 from promptfed.shared.service.static_page import MEDIA_TYPES, StaticPage
 
-router = APIRouter()
+router = openapi.router()
 PAGE = StaticPage("promptfed.coordinator", images="'self'")
 CONTENT: dict[str, dict[str, str]] = {kind.split(";")[0]: {} for kind in MEDIA_TYPES.values()}
 START = """SwaggerUIBundle({ url: "/openapi.json", dom_id: "#api", deepLinking: true, validatorUrl: null });"""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Path, Response
+from fastapi import Path, Response
 from fastapi.responses import PlainTextResponse
 
+from promptfed.coordinator.http import openapi
 from promptfed.coordinator.http.certificates import authority
 from promptfed.coordinator.http.deps import SettingsOf, SignerOf
 from promptfed.coordinator.http.openapi import documented
@@ -16,7 +17,7 @@ from promptfed.shared import methods
 from promptfed.shared.api.api_schemas import MethodList, MethodView, SigningKey
 from promptfed.shared.spec.spec import SpecError
 
-router = APIRouter()
+router = openapi.router()
 _DESCRIBED: dict[tuple[object, ...], bytes] = {}
 
 

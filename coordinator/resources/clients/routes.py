@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response, status
+from fastapi import Query, Request, Response, status
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.engine import audit
@@ -33,7 +33,7 @@ from promptfed.shared.api.api_schemas import ClientPage, ClientView, MintedToken
 from promptfed.shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
 from promptfed.shared.spec.section import RELEASE
 
-router = APIRouter(prefix="/v1/federations/{federation}", tags=["enrolment"])
+router = openapi.router(prefix="/v1/federations/{federation}", tags=["enrolment"])
 
 
 @router.get("/enrolment", responses=openapi.for_callers())

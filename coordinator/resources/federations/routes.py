@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Body, Header, Query, Request, Response, status
+from fastapi import Body, Header, Query, Request, Response, status
 from fastapi.responses import JSONResponse
 from sqlalchemy.orm import Session
 
@@ -41,7 +41,7 @@ from promptfed.shared.api.api_schemas import (
 )
 from promptfed.shared.service import digests
 
-router = APIRouter(prefix="/v1/federations", tags=["federations"])
+router = openapi.router(prefix="/v1/federations", tags=["federations"])
 
 SPEC_BODY = openapi.body("application/json", {"$ref": "#/components/schemas/FederationSpec"})
 

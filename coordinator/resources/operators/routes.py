@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, status
+from fastapi import status
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.engine import audit
@@ -11,7 +11,7 @@ from promptfed.coordinator.http.deps import After, IsAdmin, Limit, OperatorId, R
 from promptfed.coordinator.resources.operators import tokens
 from promptfed.shared.api.api_schemas import AuditPage, MintedOperator, OperatorPage, OperatorRequest
 
-router = APIRouter(prefix="/v1", tags=["operators"])
+router = openapi.router(prefix="/v1", tags=["operators"])
 
 
 @router.post(

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from itertools import chain
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, status
+from fastapi import Depends, Header, Path, Query, Request, Response, status
 from fastapi.responses import StreamingResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel
@@ -45,7 +45,7 @@ from promptfed.shared.api.report_schemas import ReplayReport, RoundPage, RoundRe
 from promptfed.shared.canonical import SIGNATURE_HEADER, export_statement, statement
 from promptfed.shared.messages import ENDED
 
-router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
+router = openapi.router(prefix="/v1/federations/{federation}", tags=["results"])
 
 Round = Annotated[int, Path(ge=0, le=1_000_000)]
 RoundQuery = Annotated[str, Query(pattern=r"^(latest|\d{1,7})$", description="a round, or latest")]

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Header, Query, Request, Response, status
+from fastapi import Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
 
 from promptfed.coordinator import problems
@@ -24,7 +24,7 @@ from promptfed.shared.api.api_schemas import UpdateReceipt
 from promptfed.shared.messages import EvaluationRequest, FailureRequest, Task
 from promptfed.shared.service.fault_points import point
 
-router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
+router = openapi.router(prefix="/v1/federations/{federation}", tags=["tasks"])
 
 ANSWERED = (problems.WrongTaskKind, problems.AlreadyAnswered, problems.PhaseClosed)
 UPDATE = (  # what an update may be refused for that has arrived whole
