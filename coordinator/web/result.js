@@ -32,7 +32,7 @@ export class Result {
     for (const [at, one] of this.ofState.entries()) one.hidden = !there || (at === 0 && !this.using.hidden); // the first is at the top then
     fill(this.title, this.using.hidden ? "Files so far" : "Result");
     if (this.using.hidden) return;
-    const last = reports.filter((one) => one.evaluation).at(-1);
+    const last = reports.filter((one) => one.evaluation && Object.keys(one.evaluation.mean).length).at(-1); // of a selected round, where there is one
     const chosen = view.selection && ["Best round", [String(view.selection.round), `of ${view.selection.compared}, ${percent(view.selection.value)} on held-out images`]];
     const gains = last ? [gained(last, view, "trainer", "site"), gained(last, view, "evaluator", "unseen domain")] : [];
     fill(this.figures, [...gains, chosen, ["Sent", sent(reports)]].filter(Boolean).map(shownFigure));

@@ -22,7 +22,7 @@ from rich.table import Table
 from promptfed.console.output import console, messages, percent, points, table, with_interval
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import get_federation, reports_after
-from promptfed.sdk.result import Accuracy, FederationResult, interval_of, margin_of
+from promptfed.sdk.result import Accuracy, FederationReports, interval_of, margin_of
 from promptfed.shared import get_extra
 from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.api.report_schemas import RoundReport
@@ -102,6 +102,15 @@ class Snapshot:
             return f"{self.state}{f' ({self.reason})' if self.reason else ''}"
         waiting = f", waiting for {', '.join(self.awaited[:4])}" if self.awaited else ""
         return f"{self.phase or 'between phases'}: {len(self.answered)} answered{waiting}"
+
+
+def why_this_round(federation: FederationView) -> list[str]:
+    """Which round is the best, with selection, and why a finished federation has fewer rounds than its spec."""
+    best, lines = federation.selection, []
+    if best is not None:
+        mean = f"a mean {best.metric.replace('_', '-')} of {best.value:.1%} on held-out training images"
+        lines.append(f"round {best.round} is the best of {best.compared}, with {mean}")
+    return lines if federation.ended_early is None else [*lines, federation.ended_early]
 
 
 def follow(
@@ -305,7 +314,7 @@ def open_tracker(where: str) -> Iterator[Write]:
         yield write
 
 
-def record(write: Write, result: FederationResult) -> None:
+def record(write: Write, result: FederationReports) -> None:
     """Write all rounds of a result."""
     for report in result.round_reports:
         write(result.federation, report)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel
 
 from promptfed.sdk.client import Answer, Operation, Request, View
-from promptfed.sdk.result import FederationResult
+from promptfed.sdk.result import FederationReports, FederationResult
 from promptfed.shared.api import api_schemas, report_schemas
 from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.api.api_schemas import PrivacyView
@@ -187,11 +187,11 @@ def sign_card(federation: str, round: int, card: bytes) -> Request[api_schemas.C
     return Request("POST", path, api_schemas.CardSignature, options)
 
 
-def accuracies(federation: str) -> Operation[FederationResult]:
+def accuracies(federation: str) -> Operation[FederationReports]:
     """A federation with its reports, without its state and clients."""
     answer = yield from _one(get_federation(federation))
     pages = yield from _pages(f"{FEDERATIONS}/{federation}/rounds", report_schemas.RoundPage, None, ROUNDS_AT_ONCE)
-    return FederationResult(answer.json, [report for page in pages for report in page.json["rounds"]])
+    return FederationReports(answer.json, [report for page in pages for report in page.json["rounds"]])
 
 
 def take(federation: str, round: int | None = None) -> Operation[FederationResult]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -62,29 +63,15 @@ def margin_of(members: Sequence[Accuracy]) -> float | None:
 
 
 @dataclass(frozen=True)
-class FederationResult:
-    """A federation after ``round``.
+class FederationReports:
+    """How a federation stands, and what its rounds measured.
 
     ``status`` is the answer of ``GET /v1/federations/{id}`` and ``reports`` (by round, from 0) those of
-    ``GET .../rounds``. Both are kept unparsed, since reports can have megabytes. ``body`` is the global state as
-    safetensors, ``state_hash`` its hash and ``card`` the answer of ``GET .../card``; they are empty if only accuracies
-    were requested. ``final_body``: the last round's state, where ``round`` is an earlier one that was selected.
-
-    Only simulations set the rest. ``wall_seconds`` is the time from the start of the first round to the end and
-    ``setup_seconds`` the time before it (data, features, enrolment). ``outcomes`` holds all clients' last answers on
-    their test sets for each image.
+    ``GET .../rounds``. Both are kept unparsed, since reports can have megabytes.
     """
 
     status: dict[str, Any]
     reports: list[dict[str, Any]]
-    card: Mapping[str, Any] = field(default_factory=dict)
-    round: int = 0
-    body: bytes = b""
-    state_hash: str = ""
-    final_body: bytes = b""
-    wall_seconds: float = 0.0
-    setup_seconds: float = 0.0
-    outcomes: tuple[Outcomes, ...] = ()
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -96,18 +83,6 @@ class FederationResult:
     def federation(self) -> FederationView:
         """The status as a model. Raises PromptfedError if this promptfed does not understand it."""
         return parse(FederationView, self.status)
-
-    @cached_property
-    def facts(self) -> Facts:
-        """What the coordinator knows of the result: who took part, accuracies, the cost of privacy."""
-        return parse(Facts, self.card)
-
-    @cached_property
-    def state(self) -> Tensors:
-        """The global state by name."""
-        from promptfed.shared.tensors.torch_tensors import decode
-
-        return decode(self.body)[0]
 
     @cached_property
     def round_reports(self) -> list[RoundReport]:
@@ -134,9 +109,22 @@ class FederationResult:
         return trained + sum(client.metrics.get("evaluate_seconds", 0.0) for client in measured)
 
     @property
+    def result_round(self) -> float:
+        """The round whose state is the result: a finished federation's selected one; infinite: the last one."""
+        chosen = self.status.get("selection") if self.status["state"] == "finished" else None
+        return math.inf if chosen is None else int(chosen["round"])
+
+    @property
     def evaluated_round(self) -> int | None:
-        """The last round after which clients measured accuracies; None before the first evaluation."""
-        return next((report["round"] for report in reversed(self.reports) if _measured(report)), None)
+        """The last round up to the result's that clients measured; None before the first evaluation."""
+        measured = (report["round"] for report in reversed(self.reports) if _measured(report))
+        return next((round for round in measured if round <= self.result_round), None)
+
+    @property
+    def result_hash(self) -> str | None:
+        """The hash of the result's state; None before the start."""
+        hashes = (one.get("state_hash") for one in reversed(self.reports) if one["round"] <= self.result_round)
+        return next((hash for hash in hashes if hash), None)
 
     def accuracies(self, round: int | None = None) -> list[Accuracy]:
         """Clients' accuracies after ``round``, or after all evaluated rounds, by round, client and split."""
@@ -144,8 +132,47 @@ class FederationResult:
         return [accuracy for report in reports for accuracy in _accuracies(report, self.spec.get("task"))]
 
     def final(self) -> list[Accuracy]:
-        """Clients' accuracies in the last evaluation."""
+        """Clients' accuracies in the result's evaluation: the selected round's, or the last one."""
         return [] if self.evaluated_round is None else self.accuracies(self.evaluated_round)
+
+
+@dataclass(frozen=True)
+class FederationResult(FederationReports):
+    """A federation after ``round``, with its state.
+
+    ``body`` is the global state as safetensors, ``state_hash`` its hash and ``card`` the answer of ``GET .../card``.
+    ``final_body``: the last round's state, where ``round`` is an earlier one that was selected.
+
+    Only simulations set the rest. ``wall_seconds`` is the time from the start of the first round to the end and
+    ``setup_seconds`` the time before it (data, features, enrolment). ``outcomes`` holds all clients' last answers on
+    their test sets for each image.
+    """
+
+    card: Mapping[str, Any] = field(default_factory=dict)
+    round: int = 0
+    body: bytes = b""
+    state_hash: str = ""
+    final_body: bytes = b""
+    wall_seconds: float = 0.0
+    setup_seconds: float = 0.0
+    outcomes: tuple[Outcomes, ...] = ()
+
+    @property
+    def result_round(self) -> float:
+        """The round after which the state was taken."""
+        return self.round
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What the coordinator knows of the result: who took part, accuracies, the cost of privacy."""
+        return parse(Facts, self.card)
+
+    @cached_property
+    def state(self) -> Tensors:
+        """The global state by name."""
+        from promptfed.shared.tensors.torch_tensors import decode
+
+        return decode(self.body)[0]
 
 
 def _measured(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -212,6 +212,13 @@ class FederationView(BaseModel):
     privacy: CentralPrivacyView | None = left_out(None, "where whole clients are protected")
     selection: SelectionView | None = left_out(None, "the best round so far, with selection")
 
+    @property
+    def ended_early(self) -> str | None:
+        """Why it finished before its spec's rounds were over, in words."""
+        if self.state != "finished":
+            return None
+        return "its privacy budget is spent" if self.reason == "privacy_budget" else self.reason
+
 
 class FederationPage(BaseModel):
     """Some federations, oldest first; ``next`` is the following page's ``after``."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from statistics import median
 
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.domain.run_state import BUDGET_SPENT
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.resources.clients.views import client_view
 from promptfed.coordinator.resources.federations.views import federation_view
@@ -36,8 +35,6 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.methods import METHODS
 from promptfed.shared.spec.spec import TEMPLATE
 from promptfed.shared.tensors import Arrays, decode_place, encode, method_part, state_hash
-
-BUDGET_WORDS = "its privacy budget is spent"
 
 
 @dataclass(frozen=True)
@@ -205,7 +202,7 @@ def _facts(view: FederationView, clients: list[ClientView], tally: Tally, state:
         ],
         origin=spec.origin,
         licence=spec.licence,
-        stopped=(BUDGET_WORDS if view.reason == BUDGET_SPENT else view.reason) if view.state == "finished" else None,
+        stopped=view.ended_early,
         selection=chosen if chosen is not None and chosen.round == round else None,
         accuracy=_accuracies(tally, spec.task),
         unreadable=tally.unreadable,

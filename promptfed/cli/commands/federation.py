@@ -23,10 +23,19 @@ from promptfed.console.output import (
     tell,
     write_file,
 )
-from promptfed.console.progress import Snapshot, Watcher, describe_round, follow, loss_of, means_of, result_table
+from promptfed.console.progress import (
+    Snapshot,
+    Watcher,
+    describe_round,
+    follow,
+    loss_of,
+    means_of,
+    result_table,
+    why_this_round,
+)
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
-from promptfed.shared.api.api_schemas import CentralPrivacyView, ClientPrivacy, FederationView, SelectionView
+from promptfed.shared.api.api_schemas import CentralPrivacyView, ClientPrivacy, FederationView
 from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.errors import EndedBadly, Failed, Misused
 from promptfed.shared.messages import ENDED, Role
@@ -237,18 +246,13 @@ def _show_status(federation: FederationView) -> None:
     ]
     if federation.privacy is not None:
         lines += _privacy_lines(federation.privacy)
-    lines += [] if federation.selection is None else [_selected(federation.selection)]
+    lines += why_this_round(federation)[:1] if federation.selection is not None else []
     for one in federation.awaited:
         notes = [] if one.progress is None else [f"{one.progress:.0%} done"]
         about = f" ({', '.join(notes)})" if notes else ""
         lines.append(f"waiting for {one.name}{about} until {one.until.isoformat()}")
     for line in lines:
         say(plain(line))
-
-
-def _selected(best: SelectionView) -> str:
-    mean = f"a mean {best.metric.replace('_', '-')} of {best.value:.1%} on held-out training images"
-    return f"round {best.round} is the best of {best.compared}, with {mean}"
 
 
 def _privacy_lines(given: CentralPrivacyView) -> list[str]:
@@ -264,9 +268,9 @@ def _privacy_lines(given: CentralPrivacyView) -> list[str]:
 def _show_result(api: Coordinator, federation: str) -> None:
     result = api.run(operations.accuracies(federation))
     if result.evaluated_round is not None:
-        console.print(
-            result_table(result.final(), f"{result.federation.spec.figure} after round {result.evaluated_round}")
-        )
+        final = result.final()
+        if any(row.split == "test" for row in final):  # with selection none before the end
+            console.print(result_table(final, f"{result.federation.spec.figure} after round {result.evaluated_round}"))
         for remark in api.send(operations.get_remarks(federation)).view.remarks:
             say(plain(remark))
         say(f"sent up {size(result.bytes_up)}, down {size(result.bytes_down)}")

@@ -47,11 +47,20 @@ from promptfed.console.output import (
     with_interval,
     write_file,
 )
-from promptfed.console.progress import Snapshot, Watcher, follow, measured, open_tracker, record, result_table
+from promptfed.console.progress import (
+    Snapshot,
+    Watcher,
+    follow,
+    measured,
+    open_tracker,
+    record,
+    result_table,
+    why_this_round,
+)
 from promptfed.runtime.processes import LocalFederation, Processes, Services, Site, interrupt_on_sigterm
 from promptfed.runtime.run_file import RunFile, check_trainers, read_run, with_own_classes
 from promptfed.sdk import operations
-from promptfed.sdk.result import Accuracy, FederationResult, interval_of, margin_of
+from promptfed.sdk.result import Accuracy, FederationReports, FederationResult, interval_of, margin_of
 from promptfed.shared import get_extra
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.errors import BadInput, EndedBadly, Failed, Refused
@@ -260,8 +269,8 @@ def _show(result: FederationResult, seconds: float, out: Path | None) -> None:
     spec = result.federation.spec
     title = f"{spec.figure} of {spec.method['name']} after {counted(result.round, 'round')}"
     console.print(_table(result.final(), title))
-    for remark in remarks(result):
-        say(remark)
+    for line in (*why_this_round(result.federation), *remarks(result)):
+        say(line)
     parts = [
         f"{seconds:.0f} s in all",
         f"the clients computed for {result.client_seconds:.0f} s",
@@ -335,7 +344,6 @@ def launch(
         show_result(result, seconds)
         for remark in noticed:
             say(plain(remark))
-        say(f"State {result.federation.state_hash}")
 
 
 def conduct(
@@ -345,7 +353,7 @@ def conduct(
     watcher: Watcher,
     initial_state: bytes | None = None,
     gpus: Sequence[str] = (),
-) -> FederationResult:
+) -> FederationReports:
     """Run a federation to its end; its result.
 
     Raises:
@@ -382,16 +390,19 @@ def check_port(port: int) -> None:
         raise BadInput(text) from None
 
 
-def show_result(result: FederationResult, seconds: float) -> None:
+def show_result(result: FederationReports, seconds: float) -> None:
     """Print the result for people."""
     spec = result.federation.spec
     rounds = counted(result.evaluated_round or 0, "round")
     console.print(result_table(result.final(), f"{spec.figure} of {spec.method['name']} after {rounds}"))
     up, down = size(result.bytes_up), size(result.bytes_down)
     say(f"{seconds:.0f} s in all; the clients sent {up} up and took {down} down, and not one image.")
+    for line in why_this_round(result.federation):
+        say(line)
+    say(f"State {result.result_hash}")
 
 
-def summary(result: FederationResult, seconds: float) -> dict[str, Any]:
+def summary(result: FederationReports, seconds: float) -> dict[str, Any]:
     """The result for programs; splits are named ``client:<name>`` and ``unseen:<domain>``."""
     rows = sorted(result.final(), key=lambda row: (row.role != "trainer", row.client))
     test_rows = {_split(row): row for row in rows if row.split == "test"}
@@ -404,7 +415,7 @@ def summary(result: FederationResult, seconds: float) -> dict[str, Any]:
         "intervals": {name: [row.low, row.high] for name, row in test_rows.items() if row.low is not None},
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,
-        "state_hash": result.federation.state_hash,
+        "state_hash": result.result_hash,
     }
 
 
@@ -482,7 +493,6 @@ def demo(
         print_json(summary(result, seconds))
     else:
         show_result(result, seconds)
-        say(f"State {result.federation.state_hash}")
         others = {name: gain for name, gain in DEMOS[data].others.items() if name != method}
         if others and rounds is None:
             gains = " and ".join(f"--method {name} (about {gain:+d} points)" for name, gain in others.items())

@@ -24,7 +24,7 @@ from promptfed.console.progress import describe_round, metrics_of, open_tracker,
 from promptfed.sdk import client as sdk_client
 from promptfed.sdk import operations
 from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, Answer, AsyncCoordinator, Coordinator, Request
-from promptfed.sdk.result import FederationResult
+from promptfed.sdk.result import FederationReports
 from promptfed.shared.api.api_schemas import BackboneView, ClientCounts, FederationPage, FederationView, Health
 from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.errors import PromptfedError
@@ -445,7 +445,7 @@ def report(round: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-RESULT = FederationResult(FEDERATION.model_dump(mode="json"), [report(0), report(1), report(2)])
+RESULT = FederationReports(FEDERATION.model_dump(mode="json"), [report(0), report(1), report(2)])
 
 
 def test_a_reports_numbers_have_names_of_their_own() -> None:

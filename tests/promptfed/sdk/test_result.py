@@ -16,7 +16,7 @@ from promptfed.console import progress
 from promptfed.console.progress import result_table
 from promptfed.experiments.bench.tables import measures_of, measures_table
 from promptfed.library.result import Result
-from promptfed.sdk.result import FederationResult
+from promptfed.sdk.result import FederationReports, FederationResult
 from promptfed.shared.metrics.estimates import gain_margin, mean_interval, proportion
 from promptfed.shared.metrics.outcomes import Outcomes
 from tests.promptfed.experiments.test_runner import run_of
@@ -103,3 +103,29 @@ def test_a_bench_counts_the_images_of_one_seed() -> None:
     [measured] = measures_of(runs)
     assert measured.interval == pytest.approx(mean_interval([(0.8, 50)]))
     assert "80.0 (67.0 to 88.8)" in "\n".join(measures_table([measured]))
+
+
+def test_a_finished_selection_decides_which_round_is_shown_and_reports_alone_are_no_whole_result() -> None:
+    whole = result({"north": 50})
+    rounds = [report | {"round": round, "state_hash": f"of {round}"} for round in (1, 2) for report in whole.reports]
+    chosen = {
+        "selection": {
+            "metric": "accuracy",
+            "split": "validation",
+            "share": 0.2,
+            "round": 1,
+            "value": 0.8,
+            "compared": 2,
+        }
+    }
+    for state, more, shown in (("running", chosen, 2), ("finished", chosen, 1), ("finished", {}, 2)):
+        found = FederationReports(whole.status | more | {"state": state}, rounds)
+        assert (found.evaluated_round, found.result_hash, found.final()[0].round) == (shown, f"of {shown}", shown)
+    assert FederationResult(whole.status | chosen | {"state": "finished"}, rounds, round=2).evaluated_round == 2
+    assert not [name for name in ("facts", "card", "state", "body") if hasattr(found, name)]
+
+
+def test_what_ended_a_federation_early_is_told_in_words() -> None:
+    given = {"finished": ["its privacy budget is spent"], "paused": []}
+    views = {state: FEDERATION.model_copy(update={"state": state, "reason": "privacy_budget"}) for state in given}
+    assert {state: progress.why_this_round(view) for state, view in views.items()} == given
