@@ -10,6 +10,7 @@ import pytest
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy import noisy_counts
+from promptfed.client_service.privacy import protection as protection_module
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.noisy_counts import NoisyCounts, noisy_count, overlap
 from promptfed.client_service.privacy.protection import PrivacyPlan, SiteProtection
@@ -49,12 +50,16 @@ def evaluated(round: int, phase: str, client: str) -> Any:
 
 
 class Notes:
-    """A state folder in which nothing is yet."""
+    """A state folder in memory."""
 
-    def read_as(self, *_: object) -> None:
-        return None
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
 
-    def write_as(self, *_: object) -> None: ...
+    def read_as(self, name: str, kind: object) -> Any:
+        return self.kept.get(name)
+
+    def write_as(self, name: str, value: object) -> None:
+        self.kept[name] = value
 
 
 @pytest.mark.parametrize("draws", [trained, evaluated])
@@ -63,10 +68,43 @@ def test_each_round_phase_and_client_draws_its_own_noise(draws: Any) -> None:
     assert draws(*CASES[0]) == draws(*CASES[0]), "the same in a simulation that is run again"
 
 
-def test_a_task_is_trained_with_the_clip_and_noise_that_were_agreed_to() -> None:
+def test_counts_that_were_drawn_and_never_paid_are_drawn_and_paid_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = SimpleNamespace(privacy=PrivacySpec(evaluation_epsilon=0.5), federation_id="f", name="f")
+    counts = NoisyCounts(cast(Any, info), Ledger(None), SeededNoise(1), cast(Any, Notes()), 8.0, "a", "http://x")
+    counts.ledger.open(1e-6)
+    right, points = SplitResult(accuracy=0.5, num_samples=100), list[tuple[str, int]]()
+
+    def draw(number: int) -> int:
+        """The number of counts that are paid for: of a test set, and of the template where it was not paid before."""
+        task = task_of(number, "train")
+        cast(Any, task).task_id = f"t{number}"
+        told = counts.drawn(task, {"test": right}, {"test": right}, {"test": "key"})
+        assert counts.kept(task) == told
+        assert counts.kept(cast(Any, SimpleNamespace(task_id="another"))) is None
+        return told.privacy.events[0].count
+
+    def point(name: str) -> None:
+        points.append((name, len(counts.ledger.spends())))
+        if name == dies:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(noisy_counts, "point", point)
+    dies = "counts-written"
+    with pytest.raises(KeyboardInterrupt):
+        draw(1)
+    dies = ""
+    assert [draw(2), draw(3)] == [2, 1]
+    assert points[:3] == [("counts-written", 0), ("counts-written", 0), ("counts-spent", 1)]
+    assert [spend.round for spend in counts.ledger.spends()] == [2, 3]
+
+
+def test_a_task_is_trained_with_the_clip_and_noise_that_were_agreed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = list[str]()
+    monkeypatch.setattr(protection_module, "point", points.append)
     begun = protection().begin(task_of(1, "train"), "a", 24)
     assert (begun.clip, begun.noise_multiplier, begun.units, begun.batch_size, begun.epochs) == (0.3, 2.0, 24, 8, 1)
     assert begun.event == Event("gaussian", 8 / 24, 2.0, 3)
+    assert points == ["task-affordable"]
     plan = protection().plan
     for told, place in ((replace(plan, replaced=None), 0), (replace(plan, replaced=2.5), 1)):
         assert "".join(text for _, text in told.lines()).count("ε = 2.5 for replace-one neighbours") == place

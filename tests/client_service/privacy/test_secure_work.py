@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from promptfed.client_service.exits import ClientError, Failure
+from promptfed.client_service.privacy import secure
 from promptfed.client_service.privacy.earlier_sums import EarlierSums, shapes_of
 from promptfed.client_service.privacy.secure import MASKED, SecureWork, StepAnswer, Trained
+from promptfed.client_service.privacy.secure_records import KeptAttempt, Markers
 from promptfed.client_service.state.private_state import TensorOrigin
 from tests.support.malicious import World
+
+ORIGIN = TensorOrigin("t", 2, "train")
 
 
 def refused(kind: str, act: Any, *given: Any) -> str:
@@ -27,6 +31,36 @@ def world(tmp_path: Path) -> World:
     made = World(tmp_path)
     made.begin()
     return made
+
+
+def test_what_leaves_is_on_the_disk_at_each_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The points at which other tests kill a client: what was written before each, and what was not."""
+    world, seen = World(tmp_path), list[tuple[str, bool, str, bool]]()
+    state = world.works[0]._state
+
+    def point(name: str) -> None:
+        attempt, markers = state.read_as(secure.ATTEMPT, KeptAttempt), state.read_as(secure.MARKERS, Markers)
+        last = "" if attempt is None or attempt.last is None else attempt.last.kind
+        seen.append((name, bool(markers and markers.payloads), last, bool(markers and markers.revealed)))
+
+    monkeypatch.setattr(secure, "point", point)
+    world.whole()
+    steps = {"secure-work": "", "keys": "train", "share": "share", "mask": "mask", "confirm": "confirm"}
+    expected = {f"{name}-written": [last != "", last, False] for name, last in steps.items()}
+    expected |= {"reveal-marked": [True, "confirm", True], "unmask-written": [True, "unmask", True]}
+    first = {name: facts for name, *facts in reversed(seen)}  # the first client's
+    assert (first, list(dict.fromkeys(name for name, *_ in seen))) == (expected, list(expected))
+
+
+def test_a_change_that_is_gone_is_not_masked(world: World) -> None:
+    world.share()
+    first, second = world.works[:2]
+    first._state.remove_note(secure.WORK)
+    task = world.task("train", 1, b"others", round=2)
+    second.keep(task, {"context": world.prompts}, Trained({"context": world.prompts + 1}, {}, ORIGIN))
+    for client in (0, 1):
+        asked = world.task("mask", client), world.mask_job(client).model_dump_json().encode()
+        assert "is not here any more" in refused("bad-roster", world.works[client].answer, *asked)
 
 
 def told(world: World) -> bytes:
@@ -112,7 +146,7 @@ def test_keys_are_made_once_for_each_attempt(world: World) -> None:
     assert "is over" in refused("bad-roster", work.keys, task)
     too_far = {"context": torch.full((70,), 1e30)}
     task = world.task("train", 1, b"x", round=2)
-    given = (task, {"context": world.prompts}, Trained(too_far, {}, TensorOrigin("t", 2, "train")))
+    given = (task, {"context": world.prompts}, Trained(too_far, {}, ORIGIN))
     refused("out-of-range", world.works[1].keep, *given)
 
 
