@@ -28,7 +28,8 @@ from benchmarks.backbone import descend, encode, fresh_model, learning_rate, opt
 from promptfed.shared.clip import load_backbone
 from promptfed.shared.clip.embedded import KNOWN, ROWS, TABLE, drawn_rows, photo, tiny
 from promptfed.shared.clip.towers import plain
-from promptfed.shared.data.photographs import STAMPS, squared
+from promptfed.shared.data.options import STAMPS
+from promptfed.shared.data.photographs import squared
 from promptfed.shared.seeds import derive_seed
 
 PLAIN = "a photo of a {}."

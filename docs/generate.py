@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from promptfed.shared.data import options as data_options
+from promptfed.shared.data.options import MOST, Options
+from promptfed.shared.data.schemes import SCHEMES
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface import ClientInfo, ServerContext
@@ -29,6 +34,7 @@ VIT_B_16 = BackboneShape(
     mlp_width=3072, positions=197, heads_v=12, heads_t=8,
 )  # fmt: skip
 FILLED_IN = ("backbone.shape", "origin")  # by programs, not by people: /openapi.json has their fields
+OPTIONS = "<!-- Made from the code by `python docs/generate.py`: change the code, not this table. -->\n\n"
 RANGES = "`whole 1–64` is a whole number from 1 to 64, `>0–1` a number above 0 and up to 1."
 
 
@@ -118,6 +124,7 @@ def in_words(schema: dict[str, Any]) -> str:
     kind = {"integer": "whole", "number": "", "boolean": "`true`, `false`", "null": "nothing", "object": "mapping"}
     low = [f"{sign}{schema[key]:g}" for key, sign in (("minimum", ""), ("exclusiveMinimum", ">")) if key in schema]
     high = [f"{sign}{schema[key]:g}" for key, sign in (("maximum", ""), ("exclusiveMaximum", "<")) if key in schema]
+    high = [] if schema.get("maximum") == MOST else high
     limits = "–".join(low + high) if high else f"≥{low[0]}".replace("≥>", ">") if low else ""
     return " ".join(filter(None, [kind.get(schema.get("type", ""), "text"), limits])) or "number"
 
@@ -170,6 +177,24 @@ def _told(meanings: dict[str, dict[str, list[str]]]) -> Iterable[str]:
         yield f"{meaning} ({'; '.join(each)})" if any(each) else meaning
 
 
+def data_uris() -> str:
+    """The page of data URIs with its table of options: a row an option, with the sources that take it."""
+    head, begin, rest = (PAGES / "data-uris.md").read_text(encoding="utf-8").partition(OPTIONS)
+    rows = []
+    for kind in vars(data_options).values():
+        if not (isinstance(kind, type) and issubclass(kind, Options)):
+            continue
+        schemes = [f"`{name}`" for name, scheme in SCHEMES.items() if issubclass(scheme.options, kind)]
+        lines = re.sub(r"\n {8,}", " ", inspect.getdoc(kind) or "").splitlines()
+        words = dict(line.strip().split(": ", 1) for line in lines if line.startswith("    "))
+        fields = kind.model_json_schema()["properties"]
+        for name in inspect.get_annotations(kind):
+            default = fields[name].get("default")
+            values = _values(fields[name], {}) + (f" ({code(str(default))})" if default not in (None, []) else "")
+            rows.append([f"`{name}=`", "all" if kind is Options else ", ".join(schemes), values, cell(words[name])])
+    return head + begin + table(["option", "of", "values (default)", "meaning"], rows) + rest[rest.index("\n\n") :]
+
+
 def costs() -> str:
     """What a round of each method costs a client."""
     head = ["methods", "numbers down", "numbers up", "bytes both ways", "further bytes, once, at the end"]
@@ -208,7 +233,7 @@ def pages() -> dict[Path, str]:
     for name, text in (("spec.md", spec()), ("options.md", options()), ("costs.md", costs())):
         title, _, rest = text.partition("\n")
         made[PAGES / name] = f"{title}\n\n{NOTE}{rest.lstrip()}"
-    return made
+    return made | {PAGES / "data-uris.md": data_uris()}
 
 
 def stale() -> bool:

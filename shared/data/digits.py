@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from promptfed.shared.data.options import Options
+from promptfed.shared.data.options import DigitsOptions
 from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, reader_of
 
@@ -37,13 +37,12 @@ def digit_images() -> tuple[np.ndarray, np.ndarray]:
     return images, target
 
 
-def open_digits(body: str, options: Options) -> Source:
+def open_digits(body: str, options: DigitsOptions) -> Source:
     """The digits; ``domain=inverted`` gives white on black. Both domains have the same split."""
     if body:
         raise DataError(f"{options.uri}: digits takes nothing before its options, as in digits?domain=inverted.")
-    domain = options.choice("domain", DOMAINS, "plain") or "plain"
     pixels, target = digit_images()
-    if domain == "inverted":
+    if options.domain == "inverted":
         pixels = 255 - pixels
     labels = torch.from_numpy(target)
     images = Split(labels, reader_of(pixels))
@@ -51,7 +50,7 @@ def open_digits(body: str, options: Options) -> Source:
     return Source(
         uri=options.uri,
         class_names=DIGIT_NAMES,
-        domain=ImageDomain(domain, DOMAINS[domain]),
+        domain=ImageDomain(options.domain, DOMAINS[options.domain]),
         template=TEMPLATE,
         train=images.select(train),
         test=images.select(test),

@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageDraw, ImageOps
 
+from promptfed.shared.data.cutting import UNKNOWN, divided, kept_names, only, with_classes
 from promptfed.shared.data.errors import shortened
 from promptfed.shared.data.image_files import READERS, image_digest, read_image
-from promptfed.shared.data.options import UNKNOWN, Options, divided, kept_names, only, with_classes
+from promptfed.shared.data.options import CsvOptions, FolderOptions, Options, TableOptions
 from promptfed.shared.data.partition import strata
 from promptfed.shared.data.pixels import GREY, Grey, Scale
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, in_words, one_scale
@@ -41,7 +42,6 @@ _CELLS = {"": UNKNOWN, "0": 0, "1": 1, "0.0": 0, "1.0": 1}  # what a cell of a c
 
 Rows = Sequence[tuple[int, dict[str, str]]]  # the lines of a table with their numbers
 WORDS_FILE = "domain.txt"  # file in a folder that describes its images in words
-SKIP = "on_unreadable"  # the option that leaves out what cannot be read
 _SPLITS = ("train", "test")
 _OF_FILE_MANAGERS = frozenset({"thumbs.db", "desktop.ini"})  # files that Windows creates beside images
 _LEAVE_OUT = "Leave classes out with only=NAME,NAME or, those of fewer images, with min_per_class=2."
@@ -172,26 +172,25 @@ def words_of(name: str) -> str:
 
 
 def label_columns(
-    table: Path, columns: Sequence[str], others: Collection[str], options: Options
+    table: Path, columns: Sequence[str], others: Collection[str], options: TableOptions, given: str | None = None
 ) -> LabelColumns | None:
     """Where ``table`` has several labels per image; None if it has one, in the column ``label``.
 
-    ``labels=COLUMN`` names the column of names (default: labels), ``columns=NAME,NAME`` the columns of classes; without
-    either of them these are all columns but ``others``.
+    ``given`` names the column of names (default: labels), ``columns=NAME,NAME`` the columns of classes; without either
+    of them these are all columns but ``others``.
 
     Raises:
         DataError: a named column is missing, or both options are given.
     """
-    given, chosen = options.text("labels"), options.text("columns")
-    if given is not None and chosen is not None:
+    if given is not None and options.columns:
         raise DataError(f"{options.uri}: give labels= or columns=, not both.")
-    wanted = [given] if given is not None else [] if chosen is None else options.listed("columns")
+    wanted = options.columns if given is None else (given,)
     for name in wanted:
         if name not in columns:
             alike = likeness([name], columns)
             raise DataError(f"{table} has no column {name}{alike}; choose one of {', '.join(columns)}.")
     if wanted:
-        return LabelColumns(table, tuple(wanted), given is not None)
+        return LabelColumns(table, wanted, given is not None)
     if "label" in columns:
         return None
     if NAMES_COLUMN in columns:
@@ -203,11 +202,6 @@ def label_columns(
         change = f"calls a column {shown}; call it {meant}" if meant else "has a column without a name"
         raise DataError(f"{table} {change}, or give columns=NAME,NAME of the classes.")
     return LabelColumns(table, classes, False) if classes else None
-
-
-def subgroup_columns(options: Options) -> list[str]:
-    """The columns of subgroups, as ``groups=sex,scanner`` lists them."""
-    return options.listed("groups") if options.text("groups") else []
 
 
 def subgroup_of(row: Mapping[str, str], column: str) -> str:
@@ -246,10 +240,10 @@ class _Listing:
     wrong: tuple[str, ...] = ()  # problems of what stands in the place of an item
 
 
-def open_folder(body: str, options: Options) -> Source:
+def open_folder(body: str, options: FolderOptions) -> Source:
     """Open class folders, plain or inside ``train`` and ``test``; ``domain=`` names a folder of class folders."""
     root = _existing(body, options)
-    domain = options.text("domain")
+    domain = options.domain
     if domain is not None:
         if domain not in _subfolders(root):
             folders = ", ".join(_subfolders(root)) or "none"
@@ -258,9 +252,9 @@ def open_folder(body: str, options: Options) -> Source:
     return _source(_grouped(_listing(root, domain, options), options), options)
 
 
-def _grouped(listing: _Listing, options: Options) -> _Listing:
+def _grouped(listing: _Listing, options: FolderOptions) -> _Listing:
     """Set each item's group: the first capture of the regular expression ``group=`` in the file's name."""
-    given = options.text("group")
+    given = options.group
     if given is None:
         return listing
     try:
@@ -338,16 +332,17 @@ def _is_hidden(path: Path) -> bool:
     return path.name.startswith(".") or path.name.lower() in _OF_FILE_MANAGERS
 
 
-def open_csv(body: str, options: Options) -> Source:
+def open_csv(body: str, options: CsvOptions) -> Source:
     """Open a table with the columns path and label, or several labels per image as `label_columns` finds them.
 
     Optional columns: split (train or test), domain, the group, and with ``groups=NAME,NAME`` those of subgroups.
     """
     table = _existing(body, options, folder=False)
-    domain, group = options.text("domain"), options.text("group")
-    subgroups = subgroup_columns(options)
+    domain, group, subgroups = options.domain, options.group, options.groups
     columns, lines = read_lines(table, str(table))
-    several = label_columns(table, columns, {"path", "split", "domain", group or "path", *subgroups}, options)
+    several = label_columns(
+        table, columns, {"path", "split", "domain", group or "path", *subgroups}, options, options.labels
+    )
     wanted = [*(["domain"] if domain is not None else []), *([group] if group is not None else []), *subgroups]
     for needed in ("path", *(["label"] if several is None else []), *wanted):
         check_column(needed, columns, str(table))
@@ -436,7 +431,7 @@ def _csv_item(table: Path, row: Mapping[str, str], group: str | None, subgroups:
     return _Item(table.parent / row["path"], row.get("label") or "", split, own_group, values)
 
 
-def _source(listing: _Listing, options: Options) -> Source:
+def _source(listing: _Listing, options: FolderOptions) -> Source:
     """The source without the classes that ``only=`` and ``min_per_class=`` exclude. Raises DataError."""
     names = tuple(sorted({item.label for item in listing.items}))
     if not names:
@@ -451,13 +446,12 @@ def _source(listing: _Listing, options: Options) -> Source:
     return source if len(wanted) == len(names) else with_classes(source, [names.index(name) for name in wanted])
 
 
-def _divided(listing: _Listing, names: tuple[str, ...], labels: torch.Tensor, options: Options) -> Source:
+def _divided(listing: _Listing, names: tuple[str, ...], labels: torch.Tensor, options: FolderOptions) -> Source:
     """The items with ``labels`` of the classes ``names`` in train and test. Raises DataError as `divided`."""
     items = listing.items
     groups = [item.group for item in items if item.group is not None] or None
     read = all(item.digest for item in items) and not options.names_only
-    given = options.grey if "grey" in options.values else None
-    grey = one_scale((item.grey for item in items), options.uri, given if read else None)
+    grey = one_scale((item.grey for item in items), options.uri, options.grey if read else None)
     whole = Split(
         labels,
         lambda row: read_image(items[row].path, grey),
@@ -478,7 +472,7 @@ def _refuse(files: Sequence[str], classes: Sequence[str] = (), advice: str = "")
         raise DataError(" ".join(told), [*classes, *files])
 
 
-def _usable(listing: _Listing, options: Options) -> Counter[str]:
+def _usable(listing: _Listing, options: FolderOptions) -> Counter[str]:
     """Images by class, without classes that lack a folder in train or test."""
     counts = Counter(item.label for item in listing.items)
     if listing.by_folders and not options.is_whole_test:
@@ -498,7 +492,7 @@ def _absent(items: Iterable[_Item]) -> dict[str, str]:
 def _problems(listing: _Listing, items: list[_Item], options: Options) -> list[str]:
     """One sentence for each class that cannot be used."""
     problems = []
-    if options.text("only") is None and options.text("min_per_class") is None:  # may exclude empty folders
+    if options.only is None and options.min_per_class is None:  # may exclude empty folders
         problems += _emptiness(listing.empty)
     if options.is_whole_test:
         return problems
@@ -516,19 +510,14 @@ def _emptiness(folders: Iterable[Path]) -> list[str]:
     return [f"the class folder {folder} is empty; add images or remove it." for folder in folders]
 
 
-def skips(options: Options) -> bool:
-    """Whether the owner allows to leave out what cannot be read."""
-    return options.choice(SKIP, ("refuse", "skip"), "refuse") == "skip"
-
-
-def _readable(items: list[_Item], options: Options) -> tuple[list[_Item], tuple[str, ...], tuple[str, ...]]:
+def _readable(items: list[_Item], options: FolderOptions) -> tuple[list[_Item], tuple[str, ...], tuple[str, ...]]:
     """The items to be used, and a sentence for each unreadable one: those to refuse, and those that are left out."""
     if options.names_only:
         return items, (), ()
-    read = _read(items, options.grey)
+    read = _read(items, options.grey_or_known)
     wrong = tuple(str(item) for item in read if isinstance(item, DataError))
     kept = [item for item in read if not isinstance(item, DataError)]
-    return (kept, (), wrong) if skips(options) else (items if wrong else kept, wrong, ())
+    return (kept, (), wrong) if options.on_unreadable == "skip" else (items if wrong else kept, wrong, ())
 
 
 def _read(items: Iterable[_Item], grey: Grey | None = None) -> list[_Item | DataError]:

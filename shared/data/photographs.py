@@ -13,7 +13,7 @@ from PIL import Image
 
 from promptfed.shared import get_extra
 from promptfed.shared.data.image_files import read_image
-from promptfed.shared.data.options import Options
+from promptfed.shared.data.options import Options, SolarOptions, StampsOptions
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import TEMPLATE
@@ -25,7 +25,6 @@ KINDS = {"mono": "monocrystalline", "poly": "polycrystalline"}
 GRADES = ("functional", "possibly defective", "probably defective", "defective")
 """What the labels 0, 1/3, 2/3 and 1 say: how probable a defect is."""
 
-STAMPS = Path("/usr/share/tuxpaint/stamps")
 CATEGORIES = {
     "animals/birds": "bird", "animals/fish": "fish", "animals/insects": "insect", "animals/mammals": "mammal",
     "clothes": "piece of clothing", "food/fruit": "fruit", "food/vegetables": "vegetable",
@@ -37,21 +36,17 @@ MIRRORED = "_mirror"  # of the names of files that show another one mirrored
 MOST_WORDS, QUOTES = 4, str.maketrans("", "", "\"'“”")  # of a caption's name, and in it
 
 
-def open_solar(body: str, options: Options) -> Source:
+def open_solar(body: str, options: SolarOptions) -> Source:
     """Photographs of solar cells by electroluminescence: ``solar?domain=mono&defect=0.5&per_class=100``."""
     if body:
         raise DataError(f"{options.uri}: solar takes nothing before its options, as in solar?domain=mono.")
-    kind = options.choice("domain", KINDS)
+    kind = options.domain
     labelled = [(path, grade) for path, grade, own in _cells(options) if kind in (None, own)]
     names: tuple[str, ...]
-    if options.text("defect") == "grades":
+    if options.defect == "grades":
         names, classes = GRADES, [grade for _, grade in labelled]
     else:
-        least = options.number("defect", 0.5)
-        if least is None or not 0 < least <= 1:
-            text = "defect= is grades, or how probable a defect must be: above 0 and up to 1"
-            raise DataError(f"{options.uri}: {text}.")
-        names, classes = (GRADES[0], GRADES[-1]), [int(grade / 3 >= least) for _, grade in labelled]
+        names, classes = (GRADES[0], GRADES[-1]), [int(grade / 3 >= options.defect) for _, grade in labelled]
     words = f"an electroluminescence photo of a {{}} {KINDS.get(kind or '', '')} solar cell"
     domain = None if kind is None else ImageDomain(kind, words)
     template = "an electroluminescence photo of a {} solar cell."
@@ -79,14 +74,13 @@ def _cells(options: Options) -> list[tuple[Path, int, str]]:
     return cells
 
 
-def open_stamps(body: str, options: Options) -> Source:
+def open_stamps(body: str, options: StampsOptions) -> Source:
     """Cut-out photographs on white squares: ``stamps?level=kinds``, or ``level=names`` by their captions."""
     if body:
         raise DataError(f"{options.uri}: stamps takes nothing before its options, as in stamps?level=names.")
-    root = Path(options.text("root") or STAMPS).expanduser()
-    level = options.choice("level", ("kinds", "names"), "kinds")
+    root, by_kinds = Path(options.root).expanduser(), options.level == "kinds"
     files = [path for path in sorted(root.rglob("*.png")) if _is_photograph(path.relative_to(root))]
-    named = {path: _category(path.relative_to(root)) if level == "kinds" else caption_of(path) for path in files}
+    named = {path: _category(path.relative_to(root)) if by_kinds else caption_of(path) for path in files}
     files = [path for path in files if named[path]]
     if not files:
         text = "apt-get install tuxpaint-stamps-default, or give the folder of its stamps by root="
@@ -132,20 +126,19 @@ def _source(
     read: Callable[[Path], Image.Image],
     domain: ImageDomain | None,
     template: str,
-    options: Options,
+    options: SolarOptions | StampsOptions,
     root: Path | None = None,
 ) -> Source:
     """The photographs, of each class at most ``per_class=``; every fourth is for tests.
 
     Digests of the files' places decide, so that a photograph is on one side whatever else is chosen.
     """
-    most = options.integer("per_class", least=2)
     places = [str(path.relative_to(root)) if root is not None else path.name for path in files]
     order = [hashlib.sha256(f"{options.split_seed}/{place}".encode()).digest() for place in places]
     rows: list[int] = []
     for label in range(len(names)):
         own = sorted((row for row in range(len(files)) if classes[row] == label), key=order.__getitem__)
-        rows += own[:most]
+        rows += own[: options.per_class]
     rows.sort()
     tested = torch.tensor([order[row][-1] % TESTED == 0 for row in rows], dtype=torch.bool)
     kept = [files[row] for row in rows]

@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 
 from promptfed.shared import get_extra
+from promptfed.shared.data.cutting import with_classes
 from promptfed.shared.data.folder import words_of
-from promptfed.shared.data.options import Options, with_classes
+from promptfed.shared.data.options import HuggingFaceOptions, Options, TorchvisionOptions
 from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.pixels import UNREADABLE, Grey, in_rgb
 from promptfed.shared.data.source import DataError, Source, Split, one_scale, refuse_special_files
@@ -43,11 +44,11 @@ NUMBERED = {"SVHN": 10, "GTSRB": 43}  # data sets without class names; numbers a
 TESTS = ("test", "validation")
 
 
-def open_torchvision(body: str, options: Options) -> Source:
+def open_torchvision(body: str, options: TorchvisionOptions) -> Source:
     """Open the data set ``body`` under ``root=`` with its own train and test splits, or else a seeded 80/20 split."""
     kind = _kind(body, options)
-    root = options.text("root")
-    if not root:
+    root = options.root
+    if root is None:
         raise DataError(f"{options.uri}: needs root=, the folder in which torchvision finds {body}.")
     refuse_special_files(Path(root), options.uri)
     parameters = inspect.signature(kind.__init__).parameters
@@ -56,11 +57,11 @@ def open_torchvision(body: str, options: Options) -> Source:
         ways = ({"split": first}, {"split": second}) if "split" in parameters else ({"train": True}, {"train": False})
         train, test = (_load_torchvision(kind, root, way, options) for way in ways)
         names = _class_names(body, train)
-        splits = tuple(_torchvision_split(body, dataset, options.grey) for dataset in (train, test))
+        splits = tuple(_torchvision_split(body, dataset, options.grey_or_known) for dataset in (train, test))
     else:
         whole = _load_torchvision(kind, root, {}, options)
         names = _class_names(body, whole)
-        split = _torchvision_split(body, whole, options.grey)
+        split = _torchvision_split(body, whole, options.grey_or_known)
         splits = tuple(split.select(rows) for rows in train_test(split.labels, options.split_seed))
     for split in splits:
         if int(split.labels.max()) >= len(names):
@@ -166,7 +167,7 @@ def _distinct(names: list[str]) -> tuple[str, ...]:
     return tuple(made)
 
 
-def open_hugging_face(body: str, options: Options) -> Source:
+def open_hugging_face(body: str, options: HuggingFaceOptions) -> Source:
     """Open the data set ``body``: a name on the hub (with ``config=``), or a folder written by ``save_to_disk``.
 
     A label is a ClassLabel. ``image=`` and ``label=`` name the columns if they are ambiguous, ``train=`` and ``test=``
@@ -176,12 +177,11 @@ def open_hugging_face(body: str, options: Options) -> Source:
         raise DataError(f"{options.uri}: names no data set; write hf:owner/name.")
     loaded = _load_dataset(body, options)
     splits = dict(loaded) if hasattr(loaded, "keys") else {"train": loaded}
-    train_name = options.text("train", "train") or "train"
-    test_name = options.text("test") or next((name for name in TESTS if name in splits), None)
-    for name in (train_name, *([options.text("test")] if options.text("test") else [])):
-        if name not in splits:
+    test_name = options.test or next((name for name in TESTS if name in splits), None)
+    for name in (options.train, test_name):
+        if name not in (None, *splits):
             raise DataError(f"{options.uri}: has no split {name}; it has {', '.join(splits)}.")
-    train = splits[train_name]
+    train = splits[options.train]
     image, label = _columns(train, options)
     raw = train.features[label].names
     if clauses := merged(raw, words_of):
@@ -196,16 +196,16 @@ def open_hugging_face(body: str, options: Options) -> Source:
     return _scaled(Source(options.uri, names, None, TEMPLATE, *parts), options)
 
 
-def _scaled(source: Source, options: Options) -> Source:
+def _scaled(source: Source, options: TorchvisionOptions | HuggingFaceOptions) -> Source:
     """The source with one scale for its grey pictures of more than 8 bits: all are read if the first one is such."""
-    parts, given = (source.train, source.test), options.grey if "grey" in options.values else None
+    parts, given = (source.train, source.test), options.grey
     if not options.names_only and (given or parts[0].scales([0])[0]):
         scales = [scale for part in parts for scale in part.scales(range(len(part)))]
         source.train.grey = source.test.grey = one_scale(scales, options.uri, given)
     return source
 
 
-def _load_dataset(body: str, options: Options) -> Any:
+def _load_dataset(body: str, options: HuggingFaceOptions) -> Any:
     try:
         import datasets
     except ImportError:
@@ -216,18 +216,17 @@ def _load_dataset(body: str, options: Options) -> Any:
     try:
         if folder.is_absolute() or body.startswith("~"):
             return datasets.load_from_disk(str(folder))
-        return datasets.load_dataset(body, options.text("config"))
+        return datasets.load_dataset(body, options.config)
     except Exception as error:  # the library raises many kinds of errors
         raise DataError(f"{options.uri}: cannot be loaded: {' '.join(str(error).split())}") from error
 
 
-def _columns(dataset: Any, options: Options) -> tuple[str, str]:
+def _columns(dataset: Any, options: HuggingFaceOptions) -> tuple[str, str]:
     """The columns of images and of labels: the named ones, or the only ones of their kind."""
     kinds = {name: type(kind).__name__ for name, kind in dataset.features.items()}
     chosen = []
-    for option, kind in (("image", "Image"), ("label", "ClassLabel")):
+    for option, named, kind in (("image", options.image, "Image"), ("label", options.label, "ClassLabel")):
         fitting = [name for name, own in kinds.items() if own == kind]
-        named = options.text(option)
         if named is not None and named not in fitting:
             raise DataError(f"{options.uri}: {option}={named} is no column of {kind}; those are {fitting or 'none'}.")
         if named is None and len(fitting) != 1:
@@ -236,7 +235,7 @@ def _columns(dataset: Any, options: Options) -> tuple[str, str]:
     return chosen[0], chosen[1]
 
 
-def _dataset_split(dataset: Any, image: str, label: str, names: tuple[str, ...], options: Options) -> Split:
+def _dataset_split(dataset: Any, image: str, label: str, names: tuple[str, ...], options: HuggingFaceOptions) -> Split:
     values = dataset[label][:]
     labels = torch.tensor(values, dtype=torch.long)
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= len(names)):
@@ -244,7 +243,7 @@ def _dataset_split(dataset: Any, image: str, label: str, names: tuple[str, ...],
 
     def read(row: int) -> Image.Image:
         try:
-            return in_rgb(dataset[row][image], grey=options.grey)
+            return in_rgb(dataset[row][image], grey=options.grey_or_known)
         except (*UNREADABLE, AttributeError) as error:
             raise DataError(f"row {row}: column {image} holds no readable image ({why(error)}).") from error
 

@@ -11,7 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from promptfed.shared.data.options import CUTTING_OPTIONS, Options, Parts, Role, apply_common
+from promptfed.shared.data.cutting import Parts, apply_common
+from promptfed.shared.data.options import Options, Role, Use
 from promptfed.shared.data.pixels import Scale, scale_text
 from promptfed.shared.data.schemes import SCHEMES
 from promptfed.shared.data.source import DataError, Source
@@ -29,9 +30,9 @@ def open_source(uri: str, role: Role = "trainer", greys: Sequence[Scale] = ()) -
         DataError: the scheme or an option is unknown, a value is invalid, or the data cannot be used.
     """
     scheme, body, options = parse_uri(uri, role)
-    options = replace(options, known_grey=greys[0] if len(greys) == 1 else None)
+    options = options.model_copy(update={"known_grey": greys[0] if len(greys) == 1 else None})
     source = cut(scheme, open_whole(scheme, body, options), options)
-    if len(greys) > 1 and source.grey is not None and "grey" not in options.values:
+    if len(greys) > 1 and source.grey is not None and not options.given(["grey"]):
         scales = " or as ".join(map(scale_text, greys))
         raise DataError(f"{uri}: the training data read grey pictures as {scales}; say which with grey=.")
     check_filled(source, role)
@@ -42,7 +43,7 @@ def open_source(uri: str, role: Role = "trainer", greys: Sequence[Scale] = ()) -
 def class_names_of(uri: str, role: Role = "trainer") -> tuple[str, ...]:
     """The class names of the source ``uri``, without reading its images. Raises DataError as `open_source`."""
     scheme, body, options = parse_uri(uri, role)
-    options = replace(options, names_only=True)
+    options = options.model_copy(update={"names_only": True})
     names = cut(scheme, open_whole(scheme, body, options), options).class_names
     tell_look_alikes(uri, names)
     return names
@@ -70,7 +71,7 @@ def parse_uri(uri: str, role: Role = "trainer") -> tuple[str, str, Options]:
         known = f"unknown data source {scheme!r}; known are {', '.join(sorted(SCHEMES))}"
         meant = f"; write folder:{address} for folders of images" if Path(address).is_dir() else ""
         raise DataError(f"{uri}: {known}{meant}.")
-    return scheme, body, Options.parse(uri, query, role)
+    return scheme, body, SCHEMES[scheme].options.parse(uri, query, role)
 
 
 def open_whole(scheme: str, body: str, options: Options) -> Source:
@@ -86,7 +87,7 @@ def open_whole(scheme: str, body: str, options: Options) -> Source:
 
 def cut(scheme: str, source: Source, options: Options, known: Parts | None = None) -> Source:
     """Apply the common options to ``source``, the whole data set."""
-    return apply_common(source, options.without(SCHEMES[scheme].at_opening), known)
+    return apply_common(source, options.model_copy(update=dict.fromkeys(SCHEMES[scheme].at_opening)), known)
 
 
 def check_filled(source: Source, role: Role = "trainer") -> None:
@@ -131,8 +132,8 @@ class SharedSources:
 
     def _whole(self, scheme: str, body: str, options: Options) -> _Whole:
         kind = SCHEMES[scheme]
-        cutting = CUTTING_OPTIONS.difference(kind.at_opening)
-        own = {name: value for name, value in options.values.items() if name not in cutting}
+        cutting = Options.own() - {"split_seed", *kind.at_opening}  # what does not describe the whole data set
+        own = options.model_dump(exclude_unset=True, exclude={*cutting, *Use.model_fields})
         whole_test = kind.of_files and options.is_whole_test
         key = scheme, body, tuple(sorted(own.items())), kind.of_files and options.role == "evaluator", whole_test
         if key not in self._wholes:

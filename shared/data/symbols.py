@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from promptfed.shared.data.classes import SYMBOLS, TOPIC_TEMPLATES, TOPICS, Symbol
-from promptfed.shared.data.options import MOST_DRAWN, Options
+from promptfed.shared.data.options import SymbolsOptions
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split
 from promptfed.shared.files import write_whole
 from promptfed.shared.machine import own_folder, user_cache
@@ -32,8 +32,6 @@ _ATLAS = 96
 _GLYPH = 66
 
 _CHUNK = 256
-PER_CLASS = 16
-TEST_PER_CLASS = 10
 _DIGEST, _MOST_KEPT = 32, 512  # bytes before the pixels of a file, and files: a batch takes 0.44 MB
 _AT_ONCE = 64  # images drawn in one batch; more take more memory and no less time
 
@@ -399,25 +397,25 @@ def _render_style(glyphs: Tensor, style: str, keys: np.ndarray, pose: float) -> 
     return (image.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def open_symbols(body: str, options: Options) -> Source:
+def open_symbols(body: str, options: SymbolsOptions) -> Source:
     """Open the symbols in one domain: ``body``, or ``domain=`` if the body is empty (default: photo)."""
-    if body and options.text("domain") not in (None, body):
-        raise DataError(f"{options.uri}: names two domains, {body} and {options.text('domain')}.")
-    style = body or options.text("domain") or "photo"
+    if body and options.domain not in (None, body):
+        raise DataError(f"{options.uri}: names two domains, {body} and {options.domain}.")
+    style = body or options.domain or "photo"
     if style not in STYLES:
         raise DataError(f"{options.uri}: unknown domain {style}; symbols has {', '.join(STYLES)}.")
-    topic = options.choice("topic", TOPICS)
+    topic = options.topic
+    if topic not in (None, *TOPICS):
+        raise DataError(f"{options.uri}: topic={topic} is not known; choose one of {', '.join(TOPICS)}.")
     chosen = [s for s in SYMBOLS if topic is None or s.topic == topic]
-    per_class = options.integer("per_class", PER_CLASS, 1, MOST_DRAWN) or PER_CLASS
-    test_per_class = options.integer("test_per_class", TEST_PER_CLASS, 1, MOST_DRAWN) or TEST_PER_CLASS
-    test_seed = options.integer("test_seed", 0)
+    tests = f"test-{options.test_seed}" if options.test_seed else "test"
     return Source(
         uri=options.uri,
         class_names=tuple(s.name for s in chosen),
         domain=ImageDomain(style, STYLES[style].wording),
         template=TEMPLATE if topic is None else TOPIC_TEMPLATES[topic],
-        train=symbols_split(chosen, style, per_class, "train"),
-        test=symbols_split(chosen, style, test_per_class, f"test-{test_seed}" if test_seed else "test"),
+        train=symbols_split(chosen, style, options.per_class, "train"),
+        test=symbols_split(chosen, style, options.test_per_class, tests),
     )
 
 

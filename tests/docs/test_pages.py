@@ -15,7 +15,6 @@ from types import ModuleType
 import pytest
 
 from promptfed.coordinator.problems import Refusal
-from promptfed.shared.data.options import COMMON_OPTIONS
 from promptfed.shared.data.schemes import SCHEMES
 from promptfed.shared.methods import METHODS
 from promptfed.shared.service.reasons import Exit
@@ -221,6 +220,6 @@ def test_the_page_has_every_exit_code() -> None:
 def test_every_option_of_a_data_uri_is_on_its_page_and_none_besides() -> None:
     text = (DOCS / "reference" / "data-uris.md").read_text()
     told = {name for span in re.findall(r"`([^`]*)`", text) for name in re.findall(r"(?:^|[?&])([a-z_]+)=", span)}
-    accepted = set(COMMON_OPTIONS).union(*(scheme.options for scheme in SCHEMES.values()))
+    accepted = set[str]().union(*(scheme.options.own() for scheme in SCHEMES.values()))
     assert len(accepted) > 30
     assert told - {"domains"} == accepted  # a keyword of promptfed.run

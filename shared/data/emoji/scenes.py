@@ -7,28 +7,20 @@ import torch
 from PIL import Image
 
 from promptfed.shared.data.emoji.pictures import SIZE, Drawn, read
-from promptfed.shared.data.emoji.source import (
-    COUNT,
-    DEFAULT_STYLE,
-    TEST_COUNT,
-    domain_of,
-    kind_names,
-    styles_of,
-)
+from promptfed.shared.data.emoji.source import DEFAULT_STYLE, domain_of, kind_names, styles_of
 from promptfed.shared.data.emoji.splits import splits
-from promptfed.shared.data.options import Options
+from promptfed.shared.data.options import ScenesOptions
 from promptfed.shared.data.source import DataError, Source, Split
 from promptfed.shared.seeds import derive_seed
 from promptfed.shared.spec.spec import TEMPLATE
 
-MOST_SCENES = 20_000  # of 12 kB each
 MOST = 5  # things in a scene
 _SIDES = (22, 38)  # least and largest side of a thing in a scene of SIZE x SIZE pixels
 _NOISE = 20.0  # standard deviation of a pixel's noise, of 255
 Drawings = list[list[tuple[str, int]]]  # for each kind its drawings: a style and the index of a thing
 
 
-def open_scenes(body: str, options: Options) -> Source:
+def open_scenes(body: str, options: ScenesOptions) -> Source:
     """Draw scenes of the kinds of things in the given styles (default: flat). Things of test scenes are not trained on.
 
     ``count``, ``test_count``: number of scenes. ``seed`` draws other scenes. ``purpose=train``: test scenes
@@ -38,21 +30,19 @@ def open_scenes(body: str, options: Options) -> Source:
     styles = styles_of(body or DEFAULT_STYLE, drawn, options)
     names = kind_names(drawn, splits())
     train, test = _drawings(drawn, styles, names, None), _drawings(drawn, styles, names, "test")
-    if options.choice("purpose", ("test", "train"), "test") == "train":
+    if options.purpose == "train":
         test = train
     lacking = [name for name, own, tested in zip(names, train, test, strict=True) if not (own and tested)]
     if lacking:
         raise DataError(f"{options.uri}: {', '.join(styles)} has no {lacking[0]} to draw scenes of; add a style.")
-    seed = derive_seed(options.integer("seed", 0) or 0, "emoji-scenes", "+".join(styles))
-    count = options.integer("count", COUNT, 1, MOST_SCENES) or COUNT
-    test_count = options.integer("test_count", TEST_COUNT, 1, MOST_SCENES) or TEST_COUNT
+    seed = derive_seed(options.seed, "emoji-scenes", "+".join(styles))
     return Source(
         uri=options.uri,
         class_names=names,
         domain=domain_of(styles),
         template=TEMPLATE,
-        train=_scenes(drawn, train, count, derive_seed(seed, "train")),
-        test=_scenes(drawn, test, test_count, derive_seed(seed, "test")),
+        train=_scenes(drawn, train, options.count, derive_seed(seed, "train")),
+        test=_scenes(drawn, test, options.test_count, derive_seed(seed, "test")),
     )
 
 

@@ -13,20 +13,18 @@ from typing import NoReturn
 import torch
 
 from promptfed.shared.data.emoji.pictures import STYLES, Drawn, read
-from promptfed.shared.data.emoji.splits import POOLS, PURPOSES, Splits, splits
-from promptfed.shared.data.options import Options
+from promptfed.shared.data.emoji.splits import POOLS, Splits, splits
+from promptfed.shared.data.options import EmojiOptions, Options
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, image_digest
 from promptfed.shared.spec.spec import TEMPLATE
 
-LEVELS = ("kinds", "names")
 _TRAIN_LEAST, _TEST_LEAST = 4, 2  # least things of a kind, for training and for tests in either pool
 DEFAULT_STYLE = "flat"
 _LONGEST_NAME = 64  # joins names of a domain; a client's domain may not contain +
 Cell = tuple[str, int]  # one picture: a style and the index of a thing
-COUNT, TEST_COUNT = 1000, 500
 
 
-def open_emoji(body: str, options: Options) -> Source:
+def open_emoji(body: str, options: EmojiOptions) -> Source:
     """Open emoji of the given designers. ``body``: styles or designers joined by ``+`` (default: flat).
 
     ``level=kinds`` (the default): a class is a kind of thing. Test things are not trained on in any style.
@@ -36,14 +34,11 @@ def open_emoji(body: str, options: Options) -> Source:
     """
     drawn = read()
     styles = styles_of(body or DEFAULT_STYLE, drawn, options)
-    level = options.choice("level", LEVELS, "kinds") or "kinds"
-    purpose = options.choice("purpose", PURPOSES, "test") or "test"
-    if level == "kinds":
-        for name in ("test", "drawn_by"):
-            if name in options.values:
-                raise DataError(f"{options.uri}: {name} is for level=names.")
-        return _kinds(drawn, styles, purpose, options)
-    return _names(drawn, styles, purpose, options)
+    if options.level == "kinds":
+        for name in options.given(("test", "drawn_by")):
+            raise DataError(f"{options.uri}: {name} is for level=names.")
+        return _kinds(drawn, styles, options)
+    return _names(drawn, styles, options)
 
 
 def styles_of(text: str, drawn: Drawn, options: Options) -> list[str]:
@@ -57,8 +52,8 @@ def styles_of(text: str, drawn: Drawn, options: Options) -> list[str]:
     return styles
 
 
-def _kinds(drawn: Drawn, styles: list[str], purpose: str, options: Options) -> Source:
-    known = splits()
+def _kinds(drawn: Drawn, styles: list[str], options: EmojiOptions) -> Source:
+    known, purpose = splits(), options.purpose
     names = kind_names(drawn, known)
     train: list[Cell] = []
     test: list[Cell] = []
@@ -91,19 +86,19 @@ def kind_names(drawn: Drawn, known: Splits) -> tuple[str, ...]:
     return tuple(sorted(k for k in train if train[k] >= _TRAIN_LEAST and min(c[k] for c in pools) >= _TEST_LEAST))
 
 
-def _names(drawn: Drawn, styles: list[str], purpose: str, options: Options) -> Source:
-    given = options.text("test")
+def _names(drawn: Drawn, styles: list[str], options: EmojiOptions) -> Source:
+    given = options.test
     tested = styles if given is None else styles_of(given, drawn, options)
     shared = {STYLES[s].family for s in styles} & {STYLES[s].family for s in tested}
     if given is not None and shared:
         raise DataError(f"{options.uri}: the styles of {sorted(shared)[0]} share drawings; test on another designer's.")
-    also = options.text("drawn_by")
-    needed = {*styles, *tested, *([] if also is None else styles_of(also, drawn, options))}
-    known = splits()
+    also = [] if options.drawn_by is None else styles_of(options.drawn_by, drawn, options)
+    needed, known = {*styles, *tested, *also}, splits()
     places = [
         place
         for place, thing in enumerate(drawn.things)
-        if all(place in drawn.styles[s] for s in needed) and all(known.testable(thing, s, purpose) for s in tested)
+        if all(place in drawn.styles[s] for s in needed)
+        and all(known.testable(thing, s, options.purpose) for s in tested)
     ]
     if not places:
         raise DataError(

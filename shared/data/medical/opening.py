@@ -25,6 +25,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from promptfed.shared import get_extra
+from promptfed.shared.data.cutting import divided
 from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.folder import (
     LabelColumns,
@@ -33,11 +34,9 @@ from promptfed.shared.data.folder import (
     label_columns,
     misread,
     read_lines,
-    skips,
-    subgroup_columns,
     subgroup_of,
 )
-from promptfed.shared.data.options import Options, divided
+from promptfed.shared.data.options import DicomOptions
 from promptfed.shared.data.readers import Request, readers
 from promptfed.shared.data.source import Source, Split
 from promptfed.shared.files import write_whole
@@ -64,7 +63,6 @@ PATH = "path"
 _KEYS = (*COLUMNS, PATH)
 _SPLITS = ("train", "test")
 _TABLE = "the table of labels"
-TABLE = "labels.csv"
 DIGEST = 32  # bytes of an image's digest
 
 
@@ -319,7 +317,7 @@ class Table:
     subgroups: Mapping[str, tuple[str, ...]]
 
 
-def read_table(path: Path, options: Options) -> Table:
+def read_table(path: Path, options: DicomOptions) -> Table:
     """Read a table whose lines find their files by the first of `COLUMNS` and the path that it has.
 
     Raises:
@@ -334,16 +332,15 @@ def read_table(path: Path, options: Options) -> Table:
         raise DataError(
             f"{options.uri}: {_TABLE} has none of the columns {', '.join(_KEYS)}, by which a file is found."
         )
-    own = options.text("group") or next((name for name in ("PatientID",) if name in columns and name != key), None)
-    subgroups = subgroup_columns(options)
-    used = {*COLUMNS, PATH, "split", own or key, *subgroups}
-    several = label_columns(path, columns, used, _columns_only(options))
+    own = options.group or next((name for name in ("PatientID",) if name in columns and name != key), None)
+    used = {*COLUMNS, PATH, "split", own or key, *options.groups}
+    several = label_columns(path, columns, used, options)
     labelled = ["label"] if several is None else []
-    for needed in [own or key, *labelled, *subgroups]:
+    for needed in [own or key, *labelled, *options.groups]:
         check_column(needed, columns, name)
     if not rows:
         raise DataError(f"{options.uri}: {_TABLE} has no line.")
-    keys = [key, "split", *([own] if own else []), *subgroups]
+    keys = [key, "split", *([own] if own else []), *options.groups]
     problems = [
         (f"{_TABLE}, line {number}: {text}",) * 2
         for number, text in misread(rows, keys, labelled if several is None else several.columns)
@@ -357,7 +354,7 @@ def read_table(path: Path, options: Options) -> Table:
         raise DataError(f"{options.uri}: {_TABLE} leaves some splits empty; give it for all lines or for none.")
     groups = tuple(row[own] for _, row in rows) if own else None
     values = tuple(row[key] for _, row in rows)
-    by_column = {column: tuple(subgroup_of(row, column) for _, row in rows) for column in subgroups}
+    by_column = {column: tuple(subgroup_of(row, column) for _, row in rows) for column in options.groups}
     return Table(key, values, tuple(number for number, _ in rows), names, labels, splits, groups, by_column)
 
 
@@ -381,11 +378,6 @@ def _problems(rows: Rows, key: str, needed: Sequence[str], several: LabelColumns
     return problems
 
 
-def _columns_only(options: Options) -> Options:
-    """The options without the table's name, since ``labels`` of ``csv:`` names a column."""
-    return options.without(("labels",))
-
-
 def _one_label(rows: Rows) -> tuple[tuple[str, ...], torch.Tensor]:
     labels = [row["label"] for _, row in rows]
     names = tuple(sorted(set(labels)))
@@ -393,7 +385,7 @@ def _one_label(rows: Rows) -> tuple[tuple[str, ...], torch.Tensor]:
     return names, torch.tensor([places[label] for label in labels])
 
 
-def refuse(options: Options, problems: Sequence[tuple[str, str]], advice: str = "") -> NoReturn:
+def refuse(options: DicomOptions, problems: Sequence[tuple[str, str]], advice: str = "") -> NoReturn:
     """Raise DataError with (text without values, text for the owner's eyes) of each problem."""
     shown = 3
     more = f" And {len(problems) - shown} more." if len(problems) > shown else ""
@@ -405,26 +397,23 @@ def refuse(options: Options, problems: Sequence[tuple[str, str]], advice: str = 
 Found = Sequence[tuple[Listed, Facts]]
 
 
-def open_files(body: str, options: Options, settings: Mapping[str, Any], level: str, pick: str) -> Source:
-    """Open the files in the folder ``body``.
-
-    Args:
-        body, options: the folder and the options of the URI.
-        settings: for the reader; all that the pixels depend on.
-        level: what belongs together in the files of a line: ``image``, ``series`` or ``study``.
-        pick: which images of what belongs together are used: ``middle``, ``all`` or a number.
+def open_dicom(body: str, options: DicomOptions) -> Source:
+    """``dicom:FOLDER``: images, series or studies that ``labels=`` names.
 
     Raises:
         DataError: the table, files or options cannot be used. Only its ``problems`` name files.
     """
+    if importlib.util.find_spec("pydicom") is None:
+        raise DataError(f"{options.uri}: needs pydicom: {get_extra('medical')}.")
     root = _folder(body, options)
-    table = read_table(root / (options.text("labels") or TABLE), options)
+    table = read_table(root / options.labels, options)
     if options.names_only:
         return divided(Split(table.labels, _unread), table.splits, table.names, None, TEMPLATE, options)
-    with kept_in(folder := home(options.text("index")), options.uri):
+    with kept_in(folder := home(options.index), options.uri):
+        settings = {} if options.window is None else {"window": list(options.window)}  # all that pixels depend on
         index = Index(root, folder, Keys(folder, options.uri), settings)
         found, broken = index.facts(_listed(index, options))
-        items, lines, missing = _items(table, index, found, level, pick)
+        items, lines, missing = _items(table, index, found, options)
         del found  # of many files it takes much memory
         digests, undecoded = index.digests(items)
     told = tuple(local for _, local in _left_out(root, [*broken, *undecoded], missing, options))
@@ -442,24 +431,26 @@ def open_files(body: str, options: Options, settings: Mapping[str, Any], level: 
     return divided(whole, splits, table.names, None, TEMPLATE, options, told)
 
 
-def _listed(index: Index, options: Options) -> list[Listed]:
+def _listed(index: Index, options: DicomOptions) -> list[Listed]:
     try:
         return index.listed()
     except OSError as error:
         refuse(options, [(f"a folder under it cannot be listed: {why(error)}.", f"{named(error)}.")])
 
 
-def _left_out(root: Path, broken: Sequence[Broken], missing: Sequence[str], options: Options) -> list[tuple[str, str]]:
+def _left_out(
+    root: Path, broken: Sequence[Broken], missing: Sequence[str], options: DicomOptions
+) -> list[tuple[str, str]]:
     """What cannot be read, without values and for the owner's eyes. Raises DataError unless that may be left out."""
     local = [f"{root / one.file.path}: {one.reason}." for one in broken]
     safe = [f"file {one.file.id}: {one.reason}." for one in broken]
     problems = [*zip(safe, local, strict=True), *((text, text) for text in missing)]
-    if problems and not skips(options):
+    if problems and options.on_unreadable == "refuse":
         refuse(options, problems, "`promptfed data show` names the files; on_unreadable=skip leaves them out.")
     return problems
 
 
-def _folder(body: str, options: Options) -> Path:
+def _folder(body: str, options: DicomOptions) -> Path:
     """The folder that the URI names. Raises DataError."""
     if not body:
         raise DataError(f"{options.uri}: names no folder; write the path of one after the colon.")
@@ -491,7 +482,7 @@ def _in_order(files: Sequence[tuple[Listed, Facts]]) -> list[Item]:
     return [Item(file, place) for file, facts in ordered for place in range(facts.frames)]
 
 
-def picked(unit: Sequence[Item], pick: str) -> list[Item]:
+def picked(unit: Sequence[Item], pick: str | int) -> list[Item]:
     """The middle place of a unit, all of them, or a number of them that are evenly spread."""
     if pick == "all":
         return list(unit)
@@ -499,15 +490,7 @@ def picked(unit: Sequence[Item], pick: str) -> list[Item]:
     return [unit[(2 * number + 1) * len(unit) // (2 * count)] for number in range(count)]
 
 
-def checked_frames(options: Options) -> str:
-    """The option ``frames``: middle, all, or a number of at least 1. Raises DataError."""
-    text = options.text("frames", "middle") or "middle"
-    if text not in ("middle", "all") and not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise DataError(f"{options.uri}: frames={text} is not middle, all or a number of at least 1.")
-    return text
-
-
-def _items(table: Table, index: Index, found: Found, level: str, pick: str) -> tuple[list[Item], list[int], list[str]]:
+def _items(table: Table, index: Index, found: Found, options: DicomOptions) -> tuple[list[Item], list[int], list[str]]:
     """The images of the table's lines, the line of each, and a sentence for each line without a file."""
     by_value: dict[str, list[tuple[Listed, Facts]]] = {}
     for file, facts in found:
@@ -518,7 +501,7 @@ def _items(table: Table, index: Index, found: Found, level: str, pick: str) -> t
     for line, value in enumerate(table.values):
         kind = "file" if table.key == PATH else COLUMNS[table.key]
         files = by_value.get(index.value(kind, value), [])
-        chosen = [item for unit in _units(files, level) for item in picked(unit, pick)]
+        chosen = [item for unit in _units(files, options.level) for item in picked(unit, options.frames)]
         if not chosen:
             number = table.numbers[line]
             missing.append(f"the table of labels, line {number}: no file that can be read has its {table.key}.")
@@ -557,30 +540,3 @@ class _Images:
         if answer.image is None:
             raise DataError(f"{self.name(row)}: {answer.error}.")
         return answer.image
-
-
-def open_dicom(body: str, options: Options) -> Source:
-    """``dicom:FOLDER``: images, series or studies that ``labels=`` (labels.csv) names."""
-    _need("pydicom", options)
-
-    level = options.choice("level", ("image", "series", "study"), "image") or "image"
-    return open_files(body, options, _with_window(options), level, checked_frames(options))
-
-
-def _need(module: str, options: Options) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise DataError(f"{options.uri}: needs {module}: {get_extra('medical')}.")
-
-
-def _with_window(options: Options) -> dict[str, Any]:
-    """``window=center,width`` as two numbers."""
-    text = options.text("window")
-    if text is None:
-        return {}
-    try:
-        center, width = map(float, text.split(","))
-    except ValueError:
-        center = width = float("nan")
-    if not (abs(center) < float("inf") and 1 <= width < float("inf")):
-        raise DataError(f"{options.uri}: window={text} is not a center and a width of at least 1, as in window=40,400.")
-    return {"window": [center, width]}

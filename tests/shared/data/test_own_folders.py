@@ -18,7 +18,7 @@ from promptfed.client_service.serving.prediction import BadImage
 from promptfed.client_service.training.data import domain_of
 from promptfed.shared.data import DataError, image_files, open_source, public_sets
 from promptfed.shared.data.image_files import LARGE, SHRUNK, read_image
-from promptfed.shared.data.options import Options
+from promptfed.shared.data.options import HuggingFaceOptions
 from promptfed.shared.data.registry import SharedSources, class_names_of
 from tests.support.own_images import picture, tiff_with_a_fraction_as_an_offset, write_folder
 
@@ -235,7 +235,7 @@ def test_a_library_gives_no_image_without_a_finite_number() -> None:
     image = Image.fromarray(np.full((8, 8), np.nan, dtype=np.float32))
     rows = {"label": [0], 0: {"image": image}}
     with pytest.raises(DataError, match=r"column image holds no readable image \(none of its pixels"):
-        public_sets._dataset_split(rows, "image", "label", ("a", "b"), Options("hf:own")).image(0)
+        public_sets._dataset_split(rows, "image", "label", ("a", "b"), HuggingFaceOptions(uri="hf:own")).image(0)
     with pytest.raises(DataError, match=r"image 0 of torchvision's own cannot be read \(none of its pixels"):
         public_sets._torchvision_split("own", [(image, 0)]).image(0)
 

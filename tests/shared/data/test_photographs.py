@@ -14,7 +14,8 @@ from PIL import Image
 
 from promptfed.shared import get_extra
 from promptfed.shared.data import DataError, Source, open_source
-from promptfed.shared.data.photographs import GRADES, KINDS, STAMPS, caption_of
+from promptfed.shared.data.options import STAMPS
+from promptfed.shared.data.photographs import GRADES, KINDS, caption_of
 
 VALUES = ("0.0", "0.3333333333333333", "0.6666666666666666", "1.0")
 

@@ -13,7 +13,7 @@ from PIL import Image, ImageCms
 from promptfed.client_service.serving import prediction
 from promptfed.shared.data import DataError, image_files, open_source, public_sets
 from promptfed.shared.data.image_files import image_digest, read_image
-from promptfed.shared.data.options import Options
+from promptfed.shared.data.options import HuggingFaceOptions
 
 GREY = [[0, 60, 200, 255]]
 
@@ -233,7 +233,7 @@ def test_every_orientation_is_read_upright(tmp_path: Path, end: str, orientation
     for image in (
         read_image(path),
         prediction.read_image(path.read_bytes()),
-        public_sets._dataset_split(rows, "image", "label", ("a", "b"), Options("hf:own")).image(0),
+        public_sets._dataset_split(rows, "image", "label", ("a", "b"), HuggingFaceOptions(uri="hf:own")).image(0),
         public_sets._torchvision_split("own", [(opened, 0)]).image(0),
     ):
         assert image.size == (24, 16)

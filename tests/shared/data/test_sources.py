@@ -22,9 +22,9 @@ from promptfed.shared.data import DataError, Source, open_source, public_sets, s
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.data.folder import contact_sheet
 from promptfed.shared.data.image_files import image_digest, read_image
-from promptfed.shared.data.options import Options
 from promptfed.shared.data.partition import class_counts, strata
 from promptfed.shared.data.registry import SharedSources, class_names_of
+from promptfed.shared.data.schemes import SCHEMES
 from promptfed.shared.spec.spec import TrainingSpec
 from tests.support.own_images import SHAPES, write_scenes
 from tests.support.waiting import PATIENCE
@@ -408,8 +408,8 @@ def pixels(split: object, index: int) -> np.ndarray:
 def test_whole_numbers_have_a_bound(uri: str, most: int) -> None:
     """`per_class=99999999` took all memory."""
     name = uri.rpartition("&")[2].rpartition("?")[2].removesuffix("=")
-    options = Options.parse(uri, f"{name}={most}")
-    assert options.integer(name, most=most) == most
+    options = SCHEMES[uri.partition("?")[0].partition(":")[0]].options.parse(uri, f"{name}={most}")
+    assert getattr(options, name) == most
     needed = {"validation_seed": "&validation=0.5", "client": "&clients=2", "partition_seed": "&clients=2&client=0"}
     with pytest.raises(DataError, match=f"{name}={most + 1} is more than {most}, the most"):
         open_source(f"{uri}{most + 1}{needed.get(name, '')}")

@@ -305,7 +305,7 @@ def test_the_same_pixels_as_png_are_the_same_data(tmp_path: Path, shape: tuple[i
 
 def test_no_patient_is_on_two_sides_in_a_thousand_partitions(tmp_path: Path) -> None:
     source = open_source(f"dicom:{write_patients(tmp_path / 'a', 30, 4, 3)}")
-    from promptfed.shared.data.options import Options
+    from promptfed.shared.data.options import DicomOptions
     from promptfed.shared.data.registry import cut, open_whole
 
     scheme, body = source.uri.split(":")
@@ -314,9 +314,9 @@ def test_no_patient_is_on_two_sides_in_a_thousand_partitions(tmp_path: Path) -> 
         if seed % 3 == 0:
             values["validation"] = "0.3"
         if seed % 50 == 0:
-            source = open_whole(scheme, body, Options(source.uri, {"split_seed": str(seed)}))
+            source = open_whole(scheme, body, DicomOptions(uri=source.uri, split_seed=seed))
         known: dict = {}
-        sides = [cut(scheme, source, Options("u", {**values, "client": str(k)}), known) for k in range(3)]
+        sides = [cut(scheme, source, DicomOptions(uri="u", **values, client=k), known) for k in range(3)]
         patients = [set(split.groups) for side in sides for split in (side.train, side.test)]
         assert sum(map(len, patients)) == len(set().union(*patients))
         if "validation" not in values:
