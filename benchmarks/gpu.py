@@ -380,11 +380,7 @@ def conducted(
     """
     wanted, initial, _ = prepare(spec, sites, 1, None, allow_backbone=False)
     spawned = SpawnedCrews(limit)
-    with (
-        Processes(folder) as processes,
-        LocalFederation(processes, folder) as local,
-        _watched(device) as watched,
-    ):
+    with Processes(folder) as processes, LocalFederation(processes, folder) as local, _watched(device) as watched:
         conductor = Conductor(local, spawned, RunFolder(folder, KEY, lasting=True), None, lambda snapshot: None)
         try:
             result = conductor.conduct(wanted, initial, tuple(sites), Share(crews, 1, device, False))

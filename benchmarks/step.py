@@ -54,11 +54,7 @@ from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.replay import Operations
 
 WIDTH = 64
-WAYS = {
-    "cpu": "prefix",
-    "gpu": "dense",
-    "plain": "plain",
-}  # text passes; plain: all positions, open_clip's blocks
+WAYS = {"cpu": "prefix", "gpu": "dense", "plain": "plain"}  # text passes; plain: all positions, open_clip's blocks
 NO_WORK = ("aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::lift_fresh")
 CHUNK = 100
 RATE_OF_COMPARISON = 1000.0  # one step changes weights by the gradient times this: float32 then holds all its digits

@@ -17,16 +17,7 @@ from promptfed.shared.service import process
 log = logging.getLogger("promptfed.client")
 
 Stage = Literal[
-    "starting",
-    "enrolling",
-    "waiting",
-    "training",
-    "summing",
-    "sending",
-    "evaluating",
-    "ended",
-    "failed",
-    "stopped",
+    "starting", "enrolling", "waiting", "training", "summing", "sending", "evaluating", "ended", "failed", "stopped"
 ]
 Hook = Callable[[str, Mapping[str, Any]], None]
 

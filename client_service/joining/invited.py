@@ -127,10 +127,7 @@ def _asked(settings: Settings, verify: ssl.SSLContext) -> str:
     except ValueError as error:
         raise ClientError(Exit.USAGE, str(error)) from None
     body = b""
-    with (
-        httpx.Client(timeout=SECONDS, **options) as http,
-        http.stream("GET", f"{address}/v1/authority") as answer,
-    ):
+    with httpx.Client(timeout=SECONDS, **options) as http, http.stream("GET", f"{address}/v1/authority") as answer:
         for part in answer.iter_bytes():
             body += part
             if len(body) > MOST_BYTES:

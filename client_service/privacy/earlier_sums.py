@@ -110,12 +110,7 @@ class EarlierSums:
                 raise SecureError("payload-repeated", f"{text} tell a member's change; sum the same ones, or move on")
 
     def note(
-        self,
-        where: str,
-        attempt: int,
-        sketch: NDArray[np.float64],
-        about: EarlierSum,
-        members: Collection[str] = (),
+        self, where: str, attempt: int, sketch: NDArray[np.float64], about: EarlierSum, members: Collection[str] = ()
     ) -> None:
         """Keep what is about to be summed; on the disk when this returns. ``members``: once they are known."""
         sketches, sums = self._read()

@@ -17,10 +17,7 @@ BODY_SECONDS = 60.0  # that a body may take
 HELD_BYTES = 128 << 20  # of all bodies that are read or worked on
 IMAGE_TYPE = "application/octet-stream"
 IMAGE_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {IMAGE_TYPE: {"schema": {"type": "string", "format": "binary"}}},
-    }
+    "requestBody": {"required": True, "content": {IMAGE_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 }
 
 

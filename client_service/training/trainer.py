@@ -215,12 +215,7 @@ class TaskWork:
             if not tests:
                 return EvaluationRequest(splits={}, withheld=True)
         with torch_settings(served.context):
-            splits, zero_shot = self.evaluation.run(
-                *parts,
-                served.classifier,
-                task.config.template,
-                tests.__contains__,
-            )
+            splits, zero_shot = self.evaluation.run(*parts, served.classifier, task.config.template, tests.__contains__)
             splits, zero_shot = (large_enough(results, floor, patients) for results in (splits, zero_shot))
             metrics = {}
             if self.privacy.counts is None and TEST in splits and floor <= 1:

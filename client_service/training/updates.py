@@ -17,18 +17,10 @@ from promptfed.shared.tensors.compression import compressed, subtracted
 from promptfed.shared.tensors.torch_tensors import DTYPES, arrays_of, decode_place, encode, tensors_of
 
 
-def made_body(
-    task: Task,
-    client: str,
-    trained: Trained,
-    payload: bytes | Path,
-) -> bytes:
+def made_body(task: Task, client: str, trained: Trained, payload: bytes | Path) -> bytes:
     """The body of an update."""
     about = UpdateMetadata(
-        task_id=task.task_id,
-        payload_sha256=task.payload.sha256,
-        metrics=dict(trained.metrics),
-        privacy=trained.spent,
+        task_id=task.task_id, payload_sha256=task.payload.sha256, metrics=dict(trained.metrics), privacy=trained.spent
     )
     return encode(encoded(task, client, trained.update, payload), about.model_dump())
 

@@ -35,11 +35,7 @@ class Rows:
     """
 
     def __init__(
-        self,
-        updates: list[ClientUpdate],
-        base: Mapping[str, Any],
-        clip_norm: float | str | None,
-        room: Room = np.empty,
+        self, updates: list[ClientUpdate], base: Mapping[str, Any], clip_norm: float | str | None, room: Room = np.empty
     ):
         shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in sorted(updates[0].tensors.items())}
         self._shapes, self._room = shapes, room

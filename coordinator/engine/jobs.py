@@ -80,12 +80,7 @@ def compute(registry: Registry, federation: Federation, state: Arrays, closed: P
 
 
 def _computed_with_noise(
-    registry: Registry,
-    federation: Federation,
-    state: Arrays,
-    closed: PhaseRow,
-    phase: Phase,
-    inputs: Given,
+    registry: Registry, federation: Federation, state: Arrays, closed: PhaseRow, phase: Phase, inputs: Given
 ) -> Computed:
     terms = sums.terms_of(federation, closed)
     with registry.database.read() as session:

@@ -114,12 +114,7 @@ class Change:
 class Changes:
     """One transaction on any number of federations."""
 
-    def __init__(
-        self,
-        session: Session,
-        get: Callable[[str], Federation],
-        noise: Noise | None = None,
-    ):
+    def __init__(self, session: Session, get: Callable[[str], Federation], noise: Noise | None = None):
         """``noise``: where the keys of phases come from. ``committed`` is called once all is on the disk."""
         self.committed: Callable[[], None] = lambda: None
         self._noise = noise or SecretNoise()

@@ -141,13 +141,7 @@ class Registry:
     ``leftovers``: deleted federations may have left rows behind.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        blobs: Blobs,
-        metrics: Metrics,
-        noise: Noise | None = None,
-    ):
+    def __init__(self, database: Database, blobs: Blobs, metrics: Metrics, noise: Noise | None = None):
         """``noise``: where noise and sampling that nobody may foresee come from; simulations hand in seeded ones."""
         self.noise = noise or SecretNoise()
         self.database = database

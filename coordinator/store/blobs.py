@@ -72,12 +72,7 @@ class Blobs:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        rows: BlobRows | None = None,
-        bucket: Bucket | None = None,
-        *,
-        copies: bool = True,
+        self, folder: Path, rows: BlobRows | None = None, bucket: Bucket | None = None, *, copies: bool = True
     ):
         self._folder = folder / "blobs"
         self.bucket = bucket

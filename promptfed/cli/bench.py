@@ -13,16 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from promptfed.cli.bench_options import BenchOptions
 from promptfed.cli.common import refuse
-from promptfed.console.output import (
-    console,
-    messages,
-    note,
-    print_json,
-    say,
-    table,
-    whole_numbers,
-    write_file,
-)
+from promptfed.console.output import console, messages, note, print_json, say, table, whole_numbers, write_file
 from promptfed.experiments.bench.entries import RawSpec, parse_entries
 from promptfed.experiments.bench.plots import draw
 from promptfed.experiments.bench.presets import REDUCED_SEEDS, SEEDS, SUITES, preset_names, presets_of, read_preset
@@ -107,11 +98,7 @@ def _of_others(runner: Runner, jobs: Sequence[Job]) -> str:
 
 
 def run_bench(
-    protocol: str,
-    options: BenchOptions,
-    allow_backbone: AllowedBackbones,
-    written: Set[str],
-    as_json: bool,
+    protocol: str, options: BenchOptions, allow_backbone: AllowedBackbones, written: Set[str], as_json: bool
 ) -> None:
     """Run a bench; ``written`` are the parameters that the command line gives.
 
@@ -179,13 +166,7 @@ def refuse_unused(protocol: str, setting: Setting, written: Set[str]) -> None:
 
 
 def make_bench(
-    protocol: str,
-    methods: str,
-    setting: Setting,
-    seeds: str,
-    spec: Path | None,
-    rounds: int | None,
-    m: int | None,
+    protocol: str, methods: str, setting: Setting, seeds: str, spec: Path | None, rounds: int | None, m: int | None
 ) -> Bench:
     """The bench that the command line describes.
 

@@ -89,10 +89,7 @@ def use_backbone_file(backbone_file: Path | None) -> None:
             os.environ[variable] = str(backbone_file.expanduser().absolute())
 
 
-def _backbone_allowed(
-    allow_backbone: AllowedNames = None,
-    backbone_file: BackboneFile = None,
-) -> list[str]:
+def _backbone_allowed(allow_backbone: AllowedNames = None, backbone_file: BackboneFile = None) -> list[str]:
     use_backbone_file(backbone_file)
     return allow_backbone or []
 

@@ -137,10 +137,7 @@ def backbone_files(backbone: Backbone) -> dict[str, bytes]:
         weights = save({name: _halved(value) for name, value in state.items()})
     else:
         weights = encode(state)
-    return {
-        BACKBONE_CONFIG: config.encode(),
-        BACKBONE_WEIGHTS: weights,
-    }
+    return {BACKBONE_CONFIG: config.encode(), BACKBONE_WEIGHTS: weights}
 
 
 def _halved(value: Tensor) -> Tensor:

@@ -128,13 +128,7 @@ def _unbounded(folder: Path, name: str) -> Iterator[bytes]:
                 yield piece
     except KeyError:
         raise _no_export(folder, name, "it is not in the archive") from None
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        NotImplementedError,
-        RuntimeError,
-    ) as error:  # encrypted, unknown
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # encrypted, unknown
         raise _no_export(folder, name, f"no archive that can be read: {error}") from None
     except OSError as error:
         raise _no_export(folder, name, why(error)) from None

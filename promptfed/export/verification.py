@@ -212,16 +212,7 @@ def _origin(opened: OpenedExport) -> dict[str, Any]:
 
 def _spec(opened: OpenedExport) -> dict[str, Any]:
     card = opened.card
-    fields = {
-        "method",
-        "backbone",
-        "template",
-        "class_names",
-        "rounds",
-        "training",
-        "seed",
-        "licence",
-    }
+    fields = {"method", "backbone", "template", "class_names", "rounds", "training", "seed", "licence"}
     settings = card.model_dump(mode="json", include=fields, exclude_none=True, exclude_unset=True)
     task = {TASK: card.method[TASK]} if TASK in card.method else {}
     return {"name": card.federation.name} | settings | task

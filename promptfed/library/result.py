@@ -145,11 +145,7 @@ class Result:
         rows = {outcome.client: figures([outcome]) for outcome in outcomes}
         return {client: {name: row[name] for name in METRICS} for client, row in rows.items()}
 
-    def predict(
-        self,
-        image: Image | Path | str | bytes,
-        class_names: Sequence[str] | None = None,
-    ) -> Prediction:
+    def predict(self, image: Image | Path | str | bytes, class_names: Sequence[str] | None = None) -> Prediction:
         """Classify an image (a PIL image, a file, or its bytes) as an evaluator of the federation does.
 
         Raises:

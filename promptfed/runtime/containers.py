@@ -208,11 +208,7 @@ def federation_in_containers(engine: Any, port: int, logs: Path | None) -> Itera
     Raises:
         PromptfedError: the engine refuses a request.
     """
-    with (
-        _engine_errors(),
-        Containers(engine, logs) as containers,
-        ContainerFederation(containers, port) as federation,
-    ):
+    with _engine_errors(), Containers(engine, logs) as containers, ContainerFederation(containers, port) as federation:
         yield federation
 
 

@@ -183,8 +183,7 @@ class FederationView(BaseModel):
     name: str
     state: FederationState
     unreadable: str | None = left_out(
-        None,
-        "why this coordinator does nothing with it: stored rows that it cannot read, or an absent method",
+        None, "why this coordinator does nothing with it: stored rows that it cannot read, or an absent method"
     )
     reason: str | None
     round: int

@@ -242,6 +242,5 @@ class Card(Facts):
     files: dict[str, CardFile]
     made: Made
     signature: str | None = left_out(
-        None,
-        "of earlier exports: over the federation's id, the round and the state's hash, and nothing else",
+        None, "of earlier exports: over the federation's id, the round and the state's hash, and nothing else"
     )

@@ -340,12 +340,7 @@ def load_backbone(
 
 
 def _load_clip(
-    model: str,
-    pretrained: str | None,
-    precision: str,
-    device: str,
-    allow_unregistered: bool,
-    own_weights: Path | None,
+    model: str, pretrained: str | None, precision: str, device: str, allow_unregistered: bool, own_weights: Path | None
 ) -> Backbone:
     """A model of open_clip."""
     embedded = EMBEDDED.get(model)
@@ -493,13 +488,7 @@ def _resolve(
 
 
 def _create(
-    open_clip: Any,
-    model: str,
-    weights: str | None,
-    random: bool,
-    precision: str,
-    device: str,
-    options: dict[str, Any],
+    open_clip: Any, model: str, weights: str | None, random: bool, precision: str, device: str, options: dict[str, Any]
 ) -> Any:
     with seeded(), _without_its_log():
         built = open_clip.create_model(

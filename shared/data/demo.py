@@ -40,11 +40,7 @@ class Demo:
 # `others` is what `promptfed demo --method NAME --json` reports.
 DEMOS: dict[str, Demo] = {
     "symbols": Demo(
-        clients=(
-            ("architect", "symbols:blueprint"),
-            ("doodler", "symbols:quickdraw"),
-            ("signmaker", "symbols:neon"),
-        ),
+        clients=(("architect", "symbols:blueprint"), ("doodler", "symbols:quickdraw"), ("signmaker", "symbols:neon")),
         unseen=("sketchbook", "symbols:sketch"),
         batch_size=64,
         method="fedtaskres",
@@ -52,11 +48,7 @@ DEMOS: dict[str, Demo] = {
         class_names=tuple(symbol.name for symbol in SYMBOLS),
     ),
     "emoji": Demo(
-        clients=(
-            ("studio", "emoji:three"),
-            ("cartoonist", "emoji:noto"),
-            ("stencilmaker", "emoji:contrast"),
-        ),
+        clients=(("studio", "emoji:three"), ("cartoonist", "emoji:noto"), ("stencilmaker", "emoji:contrast")),
         unseen=("muralist", "emoji:fxemoji"),
         batch_size=16,
         backbone={"model": "promptfed-emoji", "pretrained": "embedded"},

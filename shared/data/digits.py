@@ -15,10 +15,7 @@ from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, 
 
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEMPLATE = "a photo of the digit {}."
-DOMAINS = {
-    "plain": "a photo of the digit {}",
-    "inverted": "an inverted photo of the digit {}",
-}
+DOMAINS = {"plain": "a photo of the digit {}", "inverted": "an inverted photo of the digit {}"}
 _INK = 40
 _SIZE = 48
 

@@ -31,11 +31,7 @@ TEMPLATES = {
     "Food101": "a photo of {}, a type of food.",
 }
 # The values of ``split`` for training and for tests, if they are not called train and test.
-SPLITS = {
-    "OxfordIIITPet": ("trainval", "test"),
-    "FGVCAircraft": ("trainval", "test"),
-    "ImageNet": ("train", "val"),
-}
+SPLITS = {"OxfordIIITPet": ("trainval", "test"), "FGVCAircraft": ("trainval", "test"), "ImageNet": ("train", "val")}
 # Classes that CoOp's splits, and the papers that use them, exclude: cropped images of the class Faces.
 LEFT_OUT = {"Caltech101": ("Faces easy",)}
 LABELS = ("targets", "labels", "_labels", "y")  # attributes of torchvision's classes with the labels as indices

@@ -90,10 +90,7 @@ class FedLoRA(pf.Method):
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """Sizes of both towers' factors."""
         shape, dims = context.shape, {"r": self.hyper.r, "q": MATRICES}
-        for tower, width, layers in (
-            (VISUAL, shape.d_v, shape.vision_layers),
-            (TEXT, shape.d_t, shape.text_layers),
-        ):
+        for tower, width, layers in ((VISUAL, shape.d_v, shape.vision_layers), (TEXT, shape.d_t, shape.text_layers)):
             if tower not in self.towers:
                 continue
             if width is None or layers is None:

@@ -410,8 +410,7 @@ class PromptFLAMP(ClientRowsMethod):
     disclosures = (
         pf.Disclosed("operator", "this client's last context by itself, kept until its updates are deleted"),
         pf.Disclosed(
-            "sites",
-            "mixtures in which this client's last context has a part; with two sites the other can work it out",
+            "sites", "mixtures in which this client's last context has a part; with two sites the other can work it out"
         ),
     )
 

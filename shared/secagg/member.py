@@ -228,11 +228,7 @@ def confirmed(roster: Roster, place: int, alive_sha256: str) -> dict[str, object
 
 
 def reveal_shares(
-    roster: Roster,
-    place: int,
-    confirm: ConfirmJob,
-    held: Mapping[int, Pair],
-    job: UnmaskJob,
+    roster: Roster, place: int, confirm: ConfirmJob, held: Mapping[int, Pair], job: UnmaskJob
 ) -> UnmaskAnswer:
     """Step 4: from ``held`` (own place included) seed shares of counted clients and mask key shares of the others.
 

@@ -34,11 +34,7 @@ class SettingsHelp(argparse.RawDescriptionHelpFormatter):
 def given_settings(settings: type[BaseSettings], program: str, arguments: list[str] | None = None) -> dict[str, Any]:
     """The settings that ``arguments`` (default: the process's) give, by name; ``--help`` and errors end the process."""
     source: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
-        settings,
-        cli_prog_name=program,
-        cli_implicit_flags=True,
-        cli_kebab_case=True,
-        formatter_class=SettingsHelp,
+        settings, cli_prog_name=program, cli_implicit_flags=True, cli_kebab_case=True, formatter_class=SettingsHelp
     )
     source.env_ignore_empty = False  # An option without a value is given, unlike an empty variable.
     try:

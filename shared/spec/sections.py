@@ -82,8 +82,7 @@ class ParticipationSpec(Section):
     deadline_seconds: float = option(600.0, "seconds for an answer; in each phase", gt=0, le=30 * 86400)
     on_missed_quorum: Literal["pause", "fail"] = option("pause", "if too few answer; after one extension")
     draw: Literal["secret", "public"] = left_out(
-        "secret",
-        "where the draw of sites comes from: a secret, shown at the end, or the seed",
+        "secret", "where the draw of sites comes from: a secret, shown at the end, or the seed"
     )
     sampling: Literal["fixed", "poisson"] = left_out(
         "fixed",
@@ -277,8 +276,7 @@ class CompressionSpec(Section):
     """The encoding of changes. The state itself is not rounded."""
 
     up: Literal["none", "bf16", "int8"] = left_out(
-        "none",
-        "encoding of changes; int8: with a scale for each 1024 entries; rounded at random",
+        "none", "encoding of changes; int8: with a scale for each 1024 entries; rounded at random"
     )
 
 

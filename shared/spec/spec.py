@@ -209,15 +209,9 @@ class TrainingSpec(Section):
     weight_decay: float = option(5e-4, "weight decay; of the trained tensors", ge=0, le=10)
     schedule: Literal["constant", "cosine"] = option("cosine", "course of the learning rate; over the rounds")
     augmentation: Literal["none", "crop_flip"] = left_out(
-        "none",
-        "changes of training images: crop_flip crops and flips them, as CoOp's and MaPLe's code does",
+        "none", "changes of training images: crop_flip crops and flips them, as CoOp's and MaPLe's code does"
     )
-    views: int = left_out(
-        VIEWS,
-        "views of each image; if crop_flip is used and image features are kept",
-        ge=1,
-        le=1024,
-    )
+    views: int = left_out(VIEWS, "views of each image; if crop_flip is used and image features are kept", ge=1, le=1024)
     threads: int = option(1, "processor threads of a task", ge=1, le=256)
     deterministic: bool = option(
         False, "the same numbers in every repetition: only deterministic algorithms, also on a GPU"
@@ -263,8 +257,7 @@ class FederationSpec(Section):
     method: Annotated[dict[str, Any], Field(description="method: its `name`, and its own options beside it")]
     backbone: BackboneSpec = BackboneSpec()
     task: Literal["single_label", "multi_label"] = left_out(
-        "single_label",
-        "labels of an image: with multi_label any number of the classes may be present",
+        "single_label", "labels of an image: with multi_label any number of the classes may be present"
     )
     class_names: ClassNames | None = option(None, "classes to choose among; default: each client's own")
     template: Template | None = option(

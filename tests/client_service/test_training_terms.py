@@ -24,12 +24,7 @@ from PIL import Image
 from pydantic import BaseModel
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.joining.checks import (
-    Check,
-    check_data,
-    check_device,
-    check_disk,
-)
+from promptfed.client_service.joining.checks import Check, check_data, check_device, check_disk
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.disclosure import EACH, Declared, Disclosure, disclose
 from promptfed.client_service.privacy.agreement import AgreedTerms, Agreement, NotAgreed, terms_of

@@ -140,10 +140,7 @@ def test_a_restored_backup_goes_on_to_the_same_end(
 
 def tools(server: PostgresServer, url: str) -> dict[str, str]:
     """The server's own pg_dump and pg_restore first on the path, and the URL as they read it."""
-    return {
-        "URL": url.replace("+psycopg", ""),
-        "PATH": f"{server._bin}{os.pathsep}{os.environ['PATH']}",
-    }
+    return {"URL": url.replace("+psycopg", ""), "PATH": f"{server._bin}{os.pathsep}{os.environ['PATH']}"}
 
 
 def finish(folder: Path, options: dict[str, Any], federation: str, names: tuple[str, ...]) -> dict[str, Any]:

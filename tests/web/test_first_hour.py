@@ -104,10 +104,7 @@ def test_from_an_empty_coordinator_to_a_classified_picture(
     predictor = predictor_of(model.serve(exports.backbone(), names))
     with served(
         create_export_app(
-            {"name": "promptfl", "federation": "shapes", "stage": "serving", "round": 2},
-            predictor,
-            None,
-            "127.0.0.1",
+            {"name": "promptfl", "federation": "shapes", "stage": "serving", "round": 2}, predictor, None, "127.0.0.1"
         )
     ) as url:
         page.goto(url)

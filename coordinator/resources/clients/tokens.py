@@ -23,11 +23,7 @@ from promptfed.shared.service.invitation import Invitation
 
 
 def mint(
-    registry: Registry,
-    id: str,
-    request: TokenRequest,
-    default_hours: float,
-    authority: str | None = None,
+    registry: Registry, id: str, request: TokenRequest, default_hours: float, authority: str | None = None
 ) -> MintedToken:
     """Create an enrolment token. Only this answer contains the token itself, and an invitation if there is an address.
 

@@ -14,11 +14,7 @@ from promptfed.shared.api.api_schemas import AuditPage, MintedOperator, Operator
 router = openapi.router(prefix="/v1", tags=["operators"])
 
 
-@router.post(
-    "/operators",
-    status_code=status.HTTP_201_CREATED,
-    responses=openapi.for_callers(problems.StorageFull),
-)
+@router.post("/operators", status_code=status.HTTP_201_CREATED, responses=openapi.for_callers(problems.StorageFull))
 def mint_operator(registry: RegistryOf, _: IsAdmin, request: OperatorRequest) -> MintedOperator:
     """Create a token for an operator. Earlier tokens of the operator stay valid."""
     return tokens.mint(registry, request)
@@ -32,9 +28,7 @@ def list_operators(registry: RegistryOf, _: IsAdmin, limit: Limit = 100, after: 
 
 
 @router.delete(
-    "/operators/{operator}",
-    status_code=status.HTTP_204_NO_CONTENT,
-    responses=openapi.for_callers(problems.StorageFull),
+    "/operators/{operator}", status_code=status.HTTP_204_NO_CONTENT, responses=openapi.for_callers(problems.StorageFull)
 )
 def revoke_operator(registry: RegistryOf, _: IsAdmin, operator: OperatorId) -> None:
     """Revoke one token by its id, or all tokens of an operator by name."""

@@ -161,11 +161,7 @@ def get_card(registry: RegistryOf, federation: Viewed, round: Round) -> Facts:
     openapi_extra=CARD_BODY,
 )
 def sign_card(
-    registry: RegistryOf,
-    signer: SignerOf,
-    federation: Operated,
-    round: Round,
-    body: Annotated[bytes, Depends(_body)],
+    registry: RegistryOf, signer: SignerOf, federation: Operated, round: Round, body: Annotated[bytes, Depends(_body)]
 ) -> CardSignature:
     """Sign an export's card if all its facts match the coordinator's. The card has the digests of the other files."""
     check_card(registry, federation, round, body)

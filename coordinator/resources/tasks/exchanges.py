@@ -125,12 +125,7 @@ def _admit_step(
 
 
 def _examine_step(
-    registry: Registry,
-    federation: Federation,
-    client: Client,
-    task: AskedTask,
-    body: bytes,
-    attempt: Attempt | None,
+    registry: Registry, federation: Federation, client: Client, task: AskedTask, body: bytes, attempt: Attempt | None
 ) -> dict[str, Any] | None:
     """Check an answer; returns the privacy cost that a masked vector reports, None for other steps."""
     if attempt is None:

@@ -114,10 +114,7 @@ async def _receipt(
     "/tasks/{task_id}/update",
     status_code=status.HTTP_201_CREATED,
     response_model=UpdateReceipt,
-    responses={
-        **ACCEPTED_BEFORE,
-        **openapi.for_clients(problems.DigestMissing, *ANSWERED, *UPDATE),
-    },
+    responses={**ACCEPTED_BEFORE, **openapi.for_clients(problems.DigestMissing, *ANSWERED, *UPDATE)},
     openapi_extra=TENSOR_BODY,
 )
 async def put_update(request: Request, caller: Calling, task_id: TaskId, sent: Sent = None, next: Next = 0) -> Response:

@@ -83,10 +83,7 @@ def _of_paper(name: str, root: Path) -> tuple[str, str]:
     if preset.each:
         head.append(f"# Its data sets: {', '.join(preset.each)}; here {panel}")
     if missing:
-        head += [
-            f"# Missing: {missing}",
-            "# Make it again then: class names and their division come from them.",
-        ]
+        head += [f"# Missing: {missing}", "# Make it again then: class names and their division come from them."]
     run = {**job.spec, "name": name.partition(":")[2], "clients": clients}
     if missing:
         run.pop("class_names", None)

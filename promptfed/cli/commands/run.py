@@ -119,8 +119,7 @@ def simulate(
     clients: Trainers = None,
     pool: SimulationPool = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="keep the result and the prompts here; an interrupted run goes on from it"),
+        Path | None, typer.Option(help="keep the result and the prompts here; an interrupted run goes on from it")
     ] = None,
     new_data: NewData = False,
     track: Annotated[list[str] | None, typer.Option(help="tensorboard:FOLDER or mlflow:URI, repeatable")] = None,

@@ -156,10 +156,7 @@ def simulate_on_ray(
         if on.storage is None and len(nodes) > 1:
             text = f"the Ray cluster has {len(nodes)} nodes, and what clients keep must be there for all of them"
             raise BadInput(f"{text}: give --storage FOLDER, one that all nodes see")
-        with (
-            _crews(cluster, on, threads * pool) as crews,
-            _coordinator(folder, cluster.here) as (local, authority),
-        ):
+        with _crews(cluster, on, threads * pool) as crews, _coordinator(folder, cluster.here) as (local, authority):
             conductor = Conductor(local, crews, folder, authority, progress or (lambda snapshot: None))
             share = Share(on.crews, pool, "cuda" if on.gpus_per_crew else device, allow_backbone)
             result = conductor.conduct(resolved, initial, tuple(sites), share)
@@ -332,15 +329,7 @@ class Conductor:
         token = api.send(operations.mint_token(federation, 2 * len(sites))).view.token
         return [
             Assignment(
-                spec,
-                own,
-                federation,
-                api.url,
-                self.authority,
-                token,
-                self.folder,
-                share,
-                os.environ.get(BACKBONE_FILE),
+                spec, own, federation, api.url, self.authority, token, self.folder, share, os.environ.get(BACKBONE_FILE)
             )
             for own in shares(sites, share.crews)
         ]

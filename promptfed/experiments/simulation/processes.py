@@ -266,11 +266,7 @@ def usual_pool(threads: int, device: str) -> int:
 
 @contextmanager
 def computing_processes(
-    count: int,
-    spec: FederationSpec,
-    clients: Sequence[SimulatedClient],
-    backbone: Backbone,
-    features: FeatureCache,
+    count: int, spec: FederationSpec, clients: Sequence[SimulatedClient], backbone: Backbone, features: FeatureCache
 ) -> Iterator[Processes | None]:
     """``count`` processes for a block, but no more than clients; None where one thread or several compute."""
     if count < 2 or not forks(spec.training.threads, backbone.device.type):

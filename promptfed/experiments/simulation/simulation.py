@@ -227,10 +227,7 @@ def _in_a_thread(run: Coroutine[Any, Any, FederationResult]) -> FederationResult
 
 
 async def _run(
-    setup: SimulationSetup,
-    initial: bytes | None,
-    progress: ProgressCallback,
-    started: float,
+    setup: SimulationSetup, initial: bytes | None, progress: ProgressCallback, started: float
 ) -> FederationResult:
     """The result, without outcomes."""
     settings = _coordinator_settings(setup)

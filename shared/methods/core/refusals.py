@@ -13,12 +13,7 @@ from promptfed.shared.methods.core.costs import (
     drowned,
     exchanged,
 )
-from promptfed.shared.methods.core.interface import (
-    Method,
-    MethodError,
-    ServerContext,
-    has_own,
-)
+from promptfed.shared.methods.core.interface import Method, MethodError, ServerContext, has_own
 from promptfed.shared.privacy import accounting
 from promptfed.shared.secagg import MOST_CLIENTS
 from promptfed.shared.spec.section import ceil_fraction

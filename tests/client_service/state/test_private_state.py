@@ -29,15 +29,7 @@ from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state import site_log
 from promptfed.client_service.state.private_state import Pending, PrivateState, Serving, TensorOrigin
-from promptfed.client_service.state.site_log import (
-    FILE,
-    HEAD,
-    ChangedLog,
-    SiteLog,
-    chained,
-    read,
-    verify,
-)
+from promptfed.client_service.state.site_log import FILE, HEAD, ChangedLog, SiteLog, chained, read, verify
 from promptfed.shared.messages import TaskConfig
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.fault_points import VARIABLE

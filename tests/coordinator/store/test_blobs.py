@@ -56,10 +56,7 @@ def test_a_blob_is_synced_before_its_rename_and_its_folders_after_it(
         patch.setattr(blobs, "sync_folder", lambda folder: (_ for _ in ()).throw(OSError("no power")))
         with pytest.raises(OSError, match="no power"):
             put(b"abc")
-    assert synced_by(monkeypatch, above, lambda: put(b"abc")) == [
-        ("sync", "blobs"),
-        ("sync", folder),
-    ]
+    assert synced_by(monkeypatch, above, lambda: put(b"abc")) == [("sync", "blobs"), ("sync", folder)]
 
 
 def test_an_update_that_was_accepted_is_on_the_disk(

@@ -41,12 +41,7 @@ def test_the_folder_runs_as_its_readme_says(tmp_path: Path) -> None:
         assert "1 passed" in done.stdout or "zero-shot" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["mine", "--from", "paper:fedpgp-offic"], "use one of"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "why"), [(["mine", "--from", "paper:fedpgp-offic"], "use one of")])
 def test_what_cannot_be_made_leaves_nothing(
     arguments: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,8 +149,7 @@ def test_a_full_size_preset_gets_as_far_as_training(name: str, root: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "clients"),
-    [("fedtpg-nine-datasets", 30), ("fedtpg-10-classes", 59), ("fedtpg-5-classes", 119)],
+    ("name", "clients"), [("fedtpg-nine-datasets", 30), ("fedtpg-10-classes", 59), ("fedtpg-5-classes", 119)]
 )
 def test_fedtpg_s_federations_have_the_papers_numbers_of_clients(name: str, clients: int, root: Path) -> None:
     preset = read_preset(f"paper:{name}")

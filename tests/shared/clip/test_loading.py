@@ -14,11 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from promptfed.shared.clip import (
-    Backbone,
-    BackboneError,
-    load_backbone,
-)
+from promptfed.shared.clip import Backbone, BackboneError, load_backbone
 from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from tests.shared.clip.conftest import CLASS_NAMES, CONFIGS, noise
 

@@ -263,8 +263,7 @@ FEW = ("fedlora", "fedrod", "fedvpt")  # the first tier's: weights, heads, promp
 
 
 @pytest.mark.parametrize(
-    "method",
-    [pytest.param(one, marks=() if one["name"] in FEW else pytest.mark.extended) for one in TOWERS],
+    "method", [pytest.param(one, marks=() if one["name"] in FEW else pytest.mark.extended) for one in TOWERS]
 )
 def test_a_federation_trains_a_tower(method: dict[str, Any]) -> None:
     data = "symbols:sketch?topic=weather&per_class=3&test_per_class=1&partition=iid&clients=2&client={}"

@@ -18,9 +18,7 @@ from promptfed.shared.metrics.estimates import (
     precision_estimate,
     proportion,
 )
-from promptfed.shared.metrics.figures import (
-    average_precision,
-)
+from promptfed.shared.metrics.figures import average_precision
 
 Floats = NDArray[np.float64]
 
@@ -97,10 +95,7 @@ def test_images_of_one_patient_are_drawn_together() -> None:
     """Each image twice tells no more: grouped by image, the interval is that of the images once."""
     truth, scores = site(np.random.default_rng(5), 0.8, 0.3, 150)
     twice, patients = np.tile(truth, 2), [str(k % 150) for k in range(300)]
-    once, grouped = (
-        precision_estimate(truth, scores),
-        precision_estimate(twice, np.tile(scores, 2), patients),
-    )
+    once, grouped = (precision_estimate(truth, scores), precision_estimate(twice, np.tile(scores, 2), patients))
     alone = precision_estimate(twice, np.tile(scores, 2))
     assert once.se is not None
     assert grouped.se == pytest.approx(once.se, rel=0.15)
