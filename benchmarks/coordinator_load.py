@@ -50,7 +50,7 @@ from benchmarks.harness import (
     write,
 )
 from promptfed.shared.messages import INLINE_BYTES
-from promptfed.shared.spec.section import PROTOCOL, VERSION
+from promptfed.shared.versions import PROTOCOL, VERSION
 from promptfed.testing.clients import content_digest, enrolment, secret_of
 from tests.support.coordinators import CoordinatorProcess
 from tests.support.postgres import PostgresServer

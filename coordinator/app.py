@@ -46,7 +46,7 @@ from promptfed.coordinator.store.turns import TRY_SECONDS
 from promptfed.shared.messages import Problem
 from promptfed.shared.privacy.noise import Noise
 from promptfed.shared.service.reasons import offence
-from promptfed.shared.spec.section import OtherVersion, expect_ours
+from promptfed.shared.versions import OtherVersion, expect_ours
 
 log = logging.getLogger("promptfed.coordinator")
 

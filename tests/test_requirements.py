@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from promptfed import __version__
 from promptfed.cli.main import app
-from promptfed.shared.spec.section import VERSION
+from promptfed.shared.versions import VERSION
 from tests import ROOT
 
 # Imports everything of a service with the distributions in argv[2:] hidden, as if they were not installed.

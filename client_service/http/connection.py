@@ -25,7 +25,7 @@ from promptfed.shared.service.addresses import Addresses
 from promptfed.shared.service.digests import CHANGED, Damaged, is_proven
 from promptfed.shared.service.net import PROXY_LOGIN, explained, is_certificate_error
 from promptfed.shared.service.reasons import offence, why
-from promptfed.shared.spec.section import PROTOCOL, VERSION, OtherVersion, expect_ours
+from promptfed.shared.versions import PROTOCOL, VERSION, OtherVersion, expect_ours
 
 log = logging.getLogger("promptfed.client")
 

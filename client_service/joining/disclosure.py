@@ -16,11 +16,11 @@ from promptfed.shared.messages import Domain, EnrolmentInfo, Role
 from promptfed.shared.methods import MULTI_LABEL, TASK
 from promptfed.shared.methods.core.interface import Disclosed, Method
 from promptfed.shared.plain_text import counted, plain
-from promptfed.shared.spec.section import RELEASE, SYSTEM
 from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors import TensorSpec
 from promptfed.shared.tensors.torch_tensors import DTYPES
+from promptfed.shared.versions import RELEASE, SYSTEM
 
 EACH, SOME = "in each round in which it is asked", "in round"
 NAMES = 6  # class names that are shown

@@ -46,7 +46,7 @@ from promptfed.shared.secagg.messages import (
 )
 from promptfed.shared.secagg.vectors import blurred, encoded, flat_change
 from promptfed.shared.service.fault_points import point
-from promptfed.shared.spec.sections import Weighting
+from promptfed.shared.spec.weighting import Weighting
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import arrays_of, decode, encode
 

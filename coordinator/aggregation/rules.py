@@ -15,7 +15,8 @@ import numpy as np
 
 from promptfed.coordinator.aggregation.rows import Combined, Rows, Values, squared_distances
 from promptfed.shared.methods.core.interface import ClientUpdate, Combine, Method
-from promptfed.shared.spec.sections import AggregationSpec, ServerOptimizerSpec, capped
+from promptfed.shared.spec.sections import AggregationSpec, ServerOptimizerSpec
+from promptfed.shared.spec.weighting import capped
 from promptfed.shared.tensors import LARGE, SERVER, Arrays, Room, TensorSpec, chunks, size_of
 from promptfed.shared.tensors.arrays import argsort, double, in_namespace, namespace, single, take_along
 

@@ -40,7 +40,7 @@ from promptfed.shared.secagg.messages import (
     make_roster,
 )
 from promptfed.shared.secagg.vectors import Whole, signed_sum
-from promptfed.shared.spec.sections import Weighting
+from promptfed.shared.spec.weighting import Weighting
 from promptfed.shared.tensors import Array, Arrays, Shape, decode
 
 Vector = NDArray[np.float64]

@@ -22,7 +22,7 @@ from promptfed.coordinator.store.queries import Batch, Row, insert_phase
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow
 from promptfed.shared.messages import ENDED, TaskKind
 from promptfed.shared.privacy.noise import Noise, SecretNoise
-from promptfed.shared.spec.sections import shares
+from promptfed.shared.spec.weighting import shares
 
 _COLUMNS = (PhaseRow.id, PhaseRow.round, PhaseRow.kind, PhaseRow.name, PhaseRow.opened_at, PhaseRow.deadline)
 _STAGE = select(*_COLUMNS).where(

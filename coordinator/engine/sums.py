@@ -29,7 +29,7 @@ from promptfed.shared.secagg import SecureError, opening
 from promptfed.shared.secagg.messages import KeysAnswer, expect_keys
 from promptfed.shared.secagg.vectors import Whole, as_tensors, mean_change
 from promptfed.shared.service.fault_points import point
-from promptfed.shared.spec.sections import Weighting
+from promptfed.shared.spec.weighting import Weighting
 from promptfed.shared.tensors import Arrays
 
 BAD_SHARES = "bad-shares"

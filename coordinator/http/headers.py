@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import Message, Scope, Send
 
 from promptfed.shared.service import digests
-from promptfed.shared.spec.section import PROTOCOL, VERSION
+from promptfed.shared.versions import PROTOCOL, VERSION
 
 PROTOCOL_HEADER = PROTOCOL.lower().encode()
 _SNIFFED = (b"x-content-type-options", b"nosniff")

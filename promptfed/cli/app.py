@@ -34,8 +34,8 @@ from promptfed.shared.errors import (
 )
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import Exit, of_surroundings, offence
-from promptfed.shared.spec.section import RELEASE, VERSION
 from promptfed.shared.spec.spec import SpecError
+from promptfed.shared.versions import RELEASE, VERSION
 
 Section = Literal["Try and simulate", "Operate federations", "Take part with own data", "Use a result"]
 SECTIONS: tuple[str, ...] = get_args(Section)

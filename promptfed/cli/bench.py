@@ -13,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from promptfed.cli.bench_options import BenchOptions
 from promptfed.cli.common import refuse
-from promptfed.console.output import console, messages, note, print_json, say, table, whole_numbers, write_file
+from promptfed.console.files import write_file
+from promptfed.console.output import console, messages, note, print_json, say, table, whole_numbers
 from promptfed.experiments.bench.entries import RawSpec, parse_entries
 from promptfed.experiments.bench.plots import draw
 from promptfed.experiments.bench.presets import REDUCED_SEEDS, SEEDS, SUITES, preset_names, presets_of, read_preset

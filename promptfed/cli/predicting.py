@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
-from promptfed.console.output import console, note, percent, print_json, say, table, write_file
+from promptfed.console.files import write_file
+from promptfed.console.output import console, note, percent, print_json, say, table
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of
 from promptfed.export.export import open_backbone_of
 from promptfed.export.reading import read_export

@@ -25,17 +25,8 @@ from promptfed.client_service.serving.prediction import Served
 from promptfed.client_service.state.trained_images import folders_of, read_trained
 from promptfed.client_service.training.data import TEST, TRAIN, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import answers, logits_of, presences, probabilities
-from promptfed.console.output import (
-    console,
-    new_folder,
-    note,
-    percent,
-    print_json,
-    say,
-    table,
-    with_interval,
-    write_file,
-)
+from promptfed.console.files import new_folder, write_file
+from promptfed.console.output import console, note, percent, print_json, say, table, with_interval
 from promptfed.export.export import open_backbone_of
 from promptfed.export.reading import open_export
 from promptfed.shared.clip import FeatureCache

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from promptfed.console.output import console, messages, print_json, size
 from promptfed.export.adapted_model import AdaptedModel, weights_of
-from promptfed.export.model_card import backbone_files, carries_backbone, described, markdown, snippet, version
+from promptfed.export.model_card import described, markdown, version
+from promptfed.export.snippet import backbone_files, carries_backbone, snippet
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import get_card, sign_card
 from promptfed.sdk.result import FederationResult

@@ -6,16 +6,13 @@ The snippet in the Markdown is plain open_clip code and does not need promptfed.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-import torch
-from safetensors.torch import save
-from torch import Tensor
-
 from promptfed.console.output import percent, size, with_interval
+from promptfed.export.privacy_text import of_privacy
+from promptfed.export.snippet import carries_backbone
 from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,
     BACKBONE_FOLDER,
@@ -29,20 +26,15 @@ from promptfed.shared.api.export_card import (
     Card,
     CardFile,
     Participant,
-    PrivacySummary,
     SumsSummary,
     TensorShape,
 )
-from promptfed.shared.clip import Backbone
-from promptfed.shared.clip.embedded import EMBEDDED
 from promptfed.shared.data.pixels import scale_text
 from promptfed.shared.methods import METHODS
 from promptfed.shared.metrics.estimates import mean_interval
 from promptfed.shared.plain_text import counted, markdown_cell, markdown_code
 from promptfed.shared.plain_text import markdown as plain_markdown
-from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_tensors import encode
 
 MOST_CLASSES = 12  # clients that are named individually
 WHAT = {
@@ -53,10 +45,6 @@ WHAT = {
     BACKBONE_CONFIG: "the backbone, which open_clip cannot load by name",
     BACKBONE_WEIGHTS: "its weights",
 }
-UNPROTECTED = (
-    "Trained without differential privacy. Whoever has these prompts can test whether an image was among the training "
-    "images; attacks on prompt vectors alone are published."
-)
 FURTHER = {"majority": "majority", "auroc": "AUROC", "macro_f1": "macro-F1", "ece": "ECE"}
 
 
@@ -74,76 +62,6 @@ def described(body: bytes, tensors: Tensors | None) -> CardFile:
             for name, tensor in sorted(tensors.items())
         }
     return CardFile(bytes=len(body), sha256=hashlib.sha256(body).hexdigest(), tensors=shapes)
-
-
-def carries_backbone(backbone: BackboneSpec) -> bool:
-    """Whether open_clip could not load the backbone by its name alone."""
-    named = backbone.pretrained not in (None, "random") or backbone.model.startswith("hf-hub:")  # contains its weights
-    return backbone.model in EMBEDDED or not named
-
-
-def snippet(backbone: BackboneSpec, weights: Tensors) -> str:
-    """Plain open_clip code that classifies one image with the exported weights."""
-    if weights["class_weights"].ndim == 3:
-        score = [
-            'domains = features @ weights["domain_weight"].T + weights["domain_bias"]  # which domain it looks like',
-            'classes = weights["class_weights"][domains.argmax(dim=-1)]  # (1, C, d_e)',
-            'logits = model.logit_scale.exp() * torch.einsum("bd,bcd->bc", features, classes)',
-        ]
-    else:
-        score = ['logits = model.logit_scale.exp() * features @ weights["class_weights"].T  # (1, C)']
-    lines = [
-        "import json",
-        "",
-        "import open_clip",
-        "import torch",
-        "from PIL import Image",
-        "from safetensors.torch import load_file",
-        "",
-        f"model, _, preprocess = open_clip.create_model_and_transforms({_arguments(backbone)})",
-        "model.eval()",
-        f'weights = load_file("{WEIGHTS_FILE}")',
-        f'class_names = json.load(open("{JSON_FILE}", encoding="utf-8"))["class_names"]',
-        "",
-        "with torch.no_grad():",
-        '    image = preprocess(Image.open("image.png").convert("RGB")).unsqueeze(0)',
-        "    features = model.encode_image(image, normalize=True)  # (1, d_e)",
-        *(f"    {line}" for line in score),
-        "    probabilities = logits.softmax(dim=-1)[0]",
-        "for share, row in zip(*probabilities.topk(min(5, len(class_names)))):",
-        '    print(f"{class_names[int(row)]}: {float(share):.1%}")',
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _arguments(backbone: BackboneSpec) -> str:
-    """The arguments with which open_clip loads the same backbone; always in float32, as the weights are."""
-    if carries_backbone(backbone):
-        return f'"local-dir:{BACKBONE_FOLDER}"'
-    from open_clip import get_pretrained_cfg, is_pretrained_cfg
-
-    model, weights = backbone.model, backbone.pretrained
-    arguments = [json.dumps(model)] + ([f"pretrained={json.dumps(weights)}"] if weights is not None else [])
-    if weights is not None and is_pretrained_cfg(model, weights):
-        arguments += ["force_quick_gelu=True"] * bool(get_pretrained_cfg(model, weights).get("quick_gelu", False))
-    return ", ".join(arguments)
-
-
-def backbone_files(backbone: Backbone) -> dict[str, bytes]:
-    """The backbone's configuration and weights in one folder, which open_clip reads as ``local-dir:``."""
-    config = json.dumps(backbone.open_clip_config, indent=1) + "\n"
-    state = {name: value.detach().cpu() for name, value in backbone.model.state_dict().items()}
-    if backbone.model_name in EMBEDDED and backbone.pretrained == EMBEDDED[backbone.model_name].PRETRAINED:
-        weights = save({name: _halved(value) for name, value in state.items()})
-    else:
-        weights = encode(state)
-    return {BACKBONE_CONFIG: config.encode(), BACKBONE_WEIGHTS: weights}
-
-
-def _halved(value: Tensor) -> Tensor:
-    """The same numbers in half precision, if they have no more digits than that."""
-    half = value.half()
-    return half if value.is_floating_point() and torch.equal(half.float(), value) else value
 
 
 def _origin(card: Card) -> dict[str, str]:
@@ -205,7 +123,7 @@ def markdown(card: Card, snippet: str | None) -> str:
         _participants(card.participants),
         *_greys(card.participants),
         "## Privacy",
-        _privacy(card.privacy),
+        of_privacy(card.privacy),
         *_sums(card.secure_aggregation),
         "## Use",
         *_use(card, snippet),
@@ -214,66 +132,6 @@ def markdown(card: Card, snippet: str | None) -> str:
         f"`{JSON_FILE}` holds the same for programs. Made by promptfed {made}.",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _privacy(given: PrivacySummary | None) -> str:
-    """What ε covers and what it does not cover."""
-    if given is None or not given.clients or given.noise_multiplier is None:
-        return UNPROTECTED
-    if given.level == "client":
-        return _clients(given)
-    text = (
-        f"Each of {given.clients} clients trained with DP-SGD (clip {given.clip:g}, noise at least "
-        f"{given.noise_multiplier:g}) at the level of one {given.unit}. {_of_records(given)} It covers the tensors "
-        "that they sent. It does not cover numbers of images, class names, who took part and when, what many records "
-        f"share, nor one person at two sites. Accuracies: {given.evaluation}."
-    )
-    if given.noise == "seeded":
-        text += " The noise was simulated, from a seed: this is no guarantee to anybody."
-    return text
-
-
-def _of_records(given: PrivacySummary) -> str:
-    """ε of this federation, which the coordinator has computed, and the largest of the sites' own figures."""
-    ledgers = ""
-    if given.ledger_epsilon_max is not None:
-        most = f"ε = {given.ledger_epsilon_max:.3g}"
-        ledgers = f" By the clients' own word, their ledgers hold {most} at most, of all federations together."
-    if given.epsilon_max is None or given.epsilon_median is None:
-        return f"What this federation alone has cost was not computed.{ledgers}"
-    return (
-        f"From the noise and the numbers of {given.unit}s that they declared, this federation has cost ε = "
-        f"{given.epsilon_max:.3g} at most and {given.epsilon_median:.3g} in the median, at δ = "
-        f"{given.delta:g} ({given.relation}, {given.accountant}){_replaced(given)}.{ledgers}"
-    )
-
-
-def _clients(given: PrivacySummary) -> str:
-    if given.epsilon_max is None:
-        return UNPROTECTED
-    text = (
-        f"The coordinator added noise (clip {given.clip:g}, noise {given.noise_multiplier:g}) to each round's mean at "
-        f"the level of one whole client of {given.clients}: ε is {given.epsilon_max:.3g} at δ = {given.delta:g} "
-        f"({given.relation}, {given.accountant}) after {given.rounds_counted} rounds{_replaced(given)}. It covers the "
-        "prompts, by the operator's word, who saw every update, and holds also against those who know who took part. "
-        "It does not cover numbers of images, class names, nor what many clients share. "
-        f"Accuracies: {given.evaluation}."
-    )
-    if given.epsilon_if_secret is not None:
-        text += (
-            f" Clients were sampled in secret: against those who learn nothing of who took part and when, ε is "
-            f"{given.epsilon_if_secret:.3g} (zero-out)."
-        )
-    if given.noise == "seeded":
-        text += " The noise was simulated, from a seed: this is no guarantee to anybody."
-    return text
-
-
-def _replaced(given: PrivacySummary) -> str:
-    """ε for replace-one neighbours, shown beside ε for zero-out neighbours."""
-    if given.epsilon_replace_one is None:
-        return ""
-    return f", and at most {given.epsilon_replace_one:.3g} for replace-one neighbours"
 
 
 def _sums(given: SumsSummary | None) -> list[str]:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from promptfed.client_service.serving.prediction import OneImage, Served
-from promptfed.console.output import write_file
+from promptfed.console.files import write_file
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.shared import get_extra
 from promptfed.shared.clip import Backbone

@@ -11,8 +11,9 @@ import torch
 
 from promptfed.export.adapted_model import AdaptedModel, weights_of
 from promptfed.export.export import open_backbone_of
-from promptfed.export.model_card import backbone_files, carries_backbone, described, markdown, snippet, version
+from promptfed.export.model_card import described, markdown, version
 from promptfed.export.reading import OpenedExport, open_export, read_file
+from promptfed.export.snippet import backbone_files, carries_backbone, snippet
 from promptfed.sdk.arguments import checked
 from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Protocol, Self
 
-from promptfed.console.output import full_disk, write_private
+from promptfed.console.files import full_disk, write_private
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.shared.errors import Failed

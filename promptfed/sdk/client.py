@@ -44,7 +44,7 @@ from promptfed.shared.service.addresses import (
 from promptfed.shared.service.digests import Damaged
 from promptfed.shared.service.net import explained, http_options, trust
 from promptfed.shared.service.reasons import offence, why
-from promptfed.shared.spec.section import PROTOCOL
+from promptfed.shared.versions import PROTOCOL
 
 __all__ = ["CommandError"]
 

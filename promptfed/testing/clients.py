@@ -17,10 +17,10 @@ import torch
 from promptfed.sdk.arguments import all_checked, checked
 from promptfed.shared.seeds import generator
 from promptfed.shared.service import digests
-from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.spec.spec import merged
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
+from promptfed.shared.versions import PROTOCOL, VERSION
 
 PATIENCE = 300.0  # seconds until a test is taken to hang: a bound, not a measure of speed
 SHAPE = {"d_t": 8, "d_e": 8, "d_v": 8}

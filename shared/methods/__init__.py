@@ -27,9 +27,9 @@ from promptfed.shared.methods.core.refusals import (
 )
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description, swept_rate
 from promptfed.shared.methods.core.several_labels import for_several_labels
-from promptfed.shared.spec.section import RELEASE
 from promptfed.shared.spec.sections import SelectionSpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec, merged, parse_spec
+from promptfed.shared.versions import RELEASE
 
 FAMILIES = {
     "fedavg": ("fedavg", "fedbabu", "fedprox", "perfedavg", "singleset_full"),

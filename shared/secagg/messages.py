@@ -14,7 +14,8 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.secagg import MOST_CLIENTS, SecureError
 from promptfed.shared.secagg.keys import expect_exchange_key, is_identity, is_signed
 from promptfed.shared.spec.section import ceil_fraction, left_out
-from promptfed.shared.spec.sections import WHOLE_WEIGHT, SecureAggregationSpec, Weighting, whole_weights
+from promptfed.shared.spec.sections import SecureAggregationSpec
+from promptfed.shared.spec.weighting import WHOLE_WEIGHT, Weighting, whole_weights
 
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]

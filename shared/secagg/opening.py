@@ -23,7 +23,8 @@ from promptfed.shared.secagg.messages import (
     alive_digest,
 )
 from promptfed.shared.secagg.shares import COMMITMENT_BYTES, SHARE_BYTES, combine, expect_share, factors, seed_digest
-from promptfed.shared.spec.sections import SecureAggregationSpec, Weighting, whole_weights
+from promptfed.shared.spec.sections import SecureAggregationSpec
+from promptfed.shared.spec.weighting import Weighting, whole_weights
 
 MOST_SUBSETS = 100  # subsets of the shares of one secret that are tried if their owner dealt false ones
 

@@ -7,9 +7,8 @@ itself (``promptfed.shared.methods.resolve_spec``), which also fills in the defa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator
 
@@ -17,7 +16,8 @@ from promptfed.shared.errors import BadInput
 from promptfed.shared.plain_text import expect_visible
 from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
-from promptfed.shared.spec.section import RELEASE, Section, left_out, option
+from promptfed.shared.spec.meant_keys import meant
+from promptfed.shared.spec.section import Section, left_out, option
 from promptfed.shared.spec.sections import (
     AggregationSpec,
     CompressionSpec,
@@ -28,6 +28,7 @@ from promptfed.shared.spec.sections import (
     SelectionSpec,
     StopSpec,
 )
+from promptfed.shared.versions import RELEASE
 
 TEMPLATE = "a photo of a {}."  # where a spec or a data source names none
 VIEWS = 8
@@ -41,51 +42,6 @@ Depth = Annotated[int, Field(ge=1, le=256)]
 
 AllowedBackbones = bool | Sequence[str]
 """Names of models outside open_clip's registry that may be loaded; True: any."""
-
-
-def meant(model: type[BaseModel], path: Sequence[str], whole: type[BaseModel] | None = None) -> str | None:
-    """The key that was probably meant by the unknown one at ``path`` of ``model``; None where none is near.
-
-    A key of the same section that is written alike, or whose initials these are (``lr``), is told by its name. Else it
-    is one of this very name, or with these initials, elsewhere in ``whole`` (default: ``model``), by its dotted path:
-    ``training.epochs``.
-    """
-    *parents, key = path
-    section = _section(model, parents)
-    if section is not None:
-        near = get_close_matches(key, section.model_fields, n=1)
-        near += [name for name in section.model_fields if key == _initials(name)]
-        if near:
-            return near[0]
-    places = {place: place.rpartition(".")[2] for place in _paths(whole or model)}
-    return next((place for place, name in places.items() if key in (name, _initials(name))), None)
-
-
-def _initials(name: str) -> str | None:
-    """``lr`` for ``learning_rate``; None for a single word."""
-    words = name.split("_")
-    return "".join(word[:1] for word in words) if len(words) > 1 else None
-
-
-def _section(model: type[BaseModel] | None, path: Sequence[str]) -> type[BaseModel] | None:
-    for part in path:
-        model = _model_of(model, part) if model is not None and part in model.model_fields else None
-    return model
-
-
-def _model_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    kind = model.model_fields[name].annotation
-    return next(
-        (part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, BaseModel)), None
-    )
-
-
-def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name in model.model_fields:
-        yield prefix + name
-        section = _model_of(model, name)
-        if section is not None:
-            yield from _paths(section, f"{prefix}{name}.")
 
 
 def check_class_names(names: list[str]) -> list[str]:

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.spec.section import left_out
-from promptfed.shared.spec.sections import CompressionSpec, PrivacySpec, SecureAggregationSpec, SelectionSpec, Weighting
+from promptfed.shared.spec.sections import CompressionSpec, PrivacySpec, SecureAggregationSpec, SelectionSpec
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, FederationSpec, TrainingSpec, Visible
+from promptfed.shared.spec.weighting import Weighting
 
 
 class TrainingTerms(BaseModel):

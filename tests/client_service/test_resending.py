@@ -27,11 +27,11 @@ from promptfed.shared.methods.promptfl import CoOp
 from promptfed.shared.seeds import derive_seed
 from promptfed.shared.service import addresses
 from promptfed.shared.service.addresses import Addresses
-from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.compression import compressed
 from promptfed.shared.tensors.torch_tensors import arrays_of, decode, state_hash, tensors_of
+from promptfed.shared.versions import PROTOCOL, VERSION
 from tests.client_service.conftest import Killed, Make
 from tests.support.fake_coordinator import FakeCoordinator, Wire, problem
 

@@ -37,11 +37,12 @@ from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, PayloadRef, Pee
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
 from promptfed.shared.methods.core.interface import Method, Needs
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.spec.section import RELEASE, SYSTEM
-from promptfed.shared.spec.sections import CompressionSpec, PrivacySpec, SecureAggregationSpec, Weighting
+from promptfed.shared.spec.sections import CompressionSpec, PrivacySpec, SecureAggregationSpec
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
+from promptfed.shared.spec.weighting import Weighting
 from promptfed.shared.tensors.torch_tensors import decode
+from promptfed.shared.versions import RELEASE, SYSTEM
 from tests import ROOT
 from tests.client_service.conftest import Make
 from tests.client_service.test_agreement import Owner, sent_updates

@@ -20,7 +20,7 @@ from promptfed.shared.messages import PrivacyEvent, SpendReport, Task
 from promptfed.shared.privacy.accounting import COARSE, epsilon_of, training_event
 from promptfed.shared.secagg import member
 from promptfed.shared.secagg.vectors import as_tensors, encoded, mean_change
-from promptfed.shared.spec.sections import WHOLE_WEIGHT, Weighting, whole_weights
+from promptfed.shared.spec.weighting import WHOLE_WEIGHT, Weighting, whole_weights
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import arrays_of, decode, encode, tensors_of
 from promptfed.testing.clients import DEADLINE, trained, update_body

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from promptfed.experiments.bench.tuning import Rung, grid, ranked, rungs, survivors
 from promptfed.shared.methods import METHODS, UnknownMethod, describe, resolve_spec
-from promptfed.shared.spec.section import RELEASE, VERSION, OtherVersion, expect_ours
 from promptfed.shared.spec.spec import SpecError, TrainingSpec, merged
+from promptfed.shared.versions import RELEASE, VERSION, OtherVersion, expect_ours
 
 GOOD: dict[str, Any] = {"name": "eyes-1", "method": {"name": "promptfl"}}
 

@@ -22,10 +22,10 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import ServerContext
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.service.digests import field_of
-from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
+from promptfed.shared.versions import PROTOCOL, VERSION
 from tests.support.waiting import PATIENCE
 
 NAMES = ["sun", "anchor", "umbrella", "pair of scissors"]

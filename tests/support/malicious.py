@@ -32,8 +32,9 @@ from promptfed.shared.secagg.messages import (
     UnmaskAnswer,
     UnmaskJob,
 )
-from promptfed.shared.spec.sections import SecureAggregationSpec, Weighting
+from promptfed.shared.spec.sections import SecureAggregationSpec
 from promptfed.shared.spec.spec import BackboneSpec
+from promptfed.shared.spec.weighting import Weighting
 
 SIZE = 70
 SPEC = SecureAggregationSpec(minimum=4)

@@ -14,7 +14,8 @@ from promptfed.shared.secagg.keys import new_identity
 from promptfed.shared.secagg.masks import Words
 from promptfed.shared.secagg.messages import KeysAnswer, MaskJob, RosterMessage, SharesAnswer, UnmaskAnswer
 from promptfed.shared.secagg.vectors import LARGEST_CHANGE, Whole, blurred, encoded, flat_change
-from promptfed.shared.spec.sections import SecureAggregationSpec, Weighting
+from promptfed.shared.spec.sections import SecureAggregationSpec
+from promptfed.shared.spec.weighting import Weighting
 from promptfed.shared.tensors import Array
 
 UNIFORM, BY_SAMPLES = Weighting(weighting="uniform"), Weighting(weighting="samples", max_weight_share=1.0)

@@ -31,7 +31,7 @@ from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow
 from promptfed.shared.api.api_schemas import ClientPage, ClientView, MintedToken, TokenPage, TokenRequest
 from promptfed.shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
-from promptfed.shared.spec.section import RELEASE
+from promptfed.shared.versions import RELEASE
 
 router = openapi.router(prefix="/v1/federations/{federation}", tags=["enrolment"])
 

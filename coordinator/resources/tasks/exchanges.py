@@ -34,7 +34,7 @@ from promptfed.shared.secagg.messages import (
     too_heavy,
 )
 from promptfed.shared.service.fault_points import point
-from promptfed.shared.spec.sections import Weighting
+from promptfed.shared.spec.weighting import Weighting
 from promptfed.shared.tensors import TensorError, decode
 
 MOST_BYTES = 4 << 20  # of an answer without a vector

@@ -11,7 +11,8 @@ import typer
 from promptfed.cli.app import app
 from promptfed.cli.commands.federation import group
 from promptfed.cli.common import Api, AskedLater, Client, Federation, Json, Written, Yes, confirm, refuse
-from promptfed.console.output import console, expect_new, print_json, say, table, tell, write_private
+from promptfed.console.files import expect_new, write_private
+from promptfed.console.output import console, print_json, say, table, tell
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.shared.api.api_schemas import AuditEntry, BrokenChain, ClientView, OperatorView, TokenView, check_chain

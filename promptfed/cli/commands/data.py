@@ -12,7 +12,8 @@ import typer
 
 from promptfed.cli.app import app, with_options
 from promptfed.cli.common import Json
-from promptfed.console.output import console, expect_suffix, listing, note, percent, print_json, say, table
+from promptfed.console.files import expect_suffix
+from promptfed.console.output import console, listing, note, percent, print_json, say, table
 from promptfed.shared.data import DataError
 from promptfed.shared.data.schemes import SCHEMES
 from promptfed.shared.errors import BadInput

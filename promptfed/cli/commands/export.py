@@ -20,7 +20,8 @@ from promptfed.cli.common import (
     Written,
     refuse,
 )
-from promptfed.console.output import expect_new, say, tell
+from promptfed.console.files import expect_new
+from promptfed.console.output import say, tell
 from promptfed.sdk.operations import take
 from promptfed.shared.errors import Misused
 from promptfed.shared.machine import on_signals

@@ -10,19 +10,8 @@ import typer
 
 from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Key, Round, Written, Yes, confirm, refuse
-from promptfed.console.output import (
-    console,
-    expect_suffix,
-    note,
-    percent,
-    print_json,
-    read_federation_and_data,
-    say,
-    size,
-    table,
-    tell,
-    write_file,
-)
+from promptfed.console.files import expect_suffix, read_federation_and_data, write_file
+from promptfed.console.output import console, note, percent, print_json, say, size, table, tell
 from promptfed.console.progress import (
     Snapshot,
     Watcher,

@@ -11,7 +11,8 @@ import typer
 
 from promptfed.cli.app import app
 from promptfed.cli.common import Json, Written, refuse
-from promptfed.console.output import console, listing, new_folder, print_json, say, table
+from promptfed.console.files import new_folder
+from promptfed.console.output import console, listing, print_json, say, table
 from promptfed.shared.errors import BadInput, PromptfedError
 from promptfed.shared.spec.spec import SpecError
 

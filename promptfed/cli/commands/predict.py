@@ -9,7 +9,8 @@ import typer
 
 from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, AskedLater, ClassNames, Json, Key, Written, refuse
-from promptfed.console.output import console, expect_suffix, note, print_json, table
+from promptfed.console.files import expect_suffix
+from promptfed.console.output import console, note, print_json, table
 from promptfed.shared.errors import BadInput, Misused
 from promptfed.shared.service.reasons import why
 

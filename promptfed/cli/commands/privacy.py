@@ -11,7 +11,8 @@ import typer
 from promptfed.cli.app import app
 from promptfed.cli.commands.ledger import OwnLedger, expect_there
 from promptfed.cli.common import Json, Written, refuse
-from promptfed.console.output import console, print_json, read_federation, table
+from promptfed.console.files import read_federation
+from promptfed.console.output import console, print_json, table
 from promptfed.shared.errors import BadInput
 
 privacy_group = app.group("privacy", "Plan what differentially private training costs.", "Take part with own data")

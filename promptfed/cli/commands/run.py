@@ -33,20 +33,8 @@ from promptfed.cli.common import (
     refuse,
 )
 from promptfed.console import progress
-from promptfed.console.output import (
-    console,
-    new_folder,
-    note,
-    percent,
-    points,
-    print_json,
-    remarks,
-    say,
-    size,
-    tell,
-    with_interval,
-    write_file,
-)
+from promptfed.console.files import new_folder, write_file
+from promptfed.console.output import console, note, percent, points, print_json, remarks, say, size, tell, with_interval
 from promptfed.console.progress import (
     Snapshot,
     Watcher,

@@ -25,7 +25,7 @@ import httpx
 import torch
 from sqlalchemy.exc import SQLAlchemyError
 
-from promptfed.console.output import full_disk, new_folder
+from promptfed.console.files import full_disk, new_folder
 from promptfed.console.progress import Snapshot, describe_round
 from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.settings import Settings

@@ -36,8 +36,8 @@ from promptfed.shared.messages import (
     Task,
 )
 from promptfed.shared.service.digests import Damaged, field_of
-from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.spec.spec import BackboneShape
+from promptfed.shared.versions import PROTOCOL, VERSION
 from promptfed.testing.clients import SHAPE
 
 Handler = Callable[[httpx.Request], httpx.Response]

@@ -18,8 +18,8 @@ from promptfed.client_service.http.bodies import Body
 from promptfed.client_service.http.connection import Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.shared.messages import PROBLEM_BASE, Task
-from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.tensors.torch_tensors import decode, decode_place
+from promptfed.shared.versions import PROTOCOL, VERSION
 from promptfed.testing.clients import SHAPE, ScriptedClient, secret_of, update_body
 from tests.support.coordinators import InThread, in_thread
 from tests.support.relay import Cut, Relay

@@ -19,7 +19,8 @@ from promptfed.coordinator.aggregation import rows as matrices
 from promptfed.coordinator.aggregation import rules
 from promptfed.coordinator.aggregation.rules import Rows, Rule, weighted_mean
 from promptfed.shared.methods.core.interface import ClientUpdate
-from promptfed.shared.spec.sections import AggregationSpec, shares
+from promptfed.shared.spec.sections import AggregationSpec
+from promptfed.shared.spec.weighting import shares
 from promptfed.shared.tensors import CHUNK, Tensors
 from tests.support import literal_rules as literal
 

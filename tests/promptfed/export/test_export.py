@@ -18,8 +18,8 @@ from promptfed.export import export as exporting
 from promptfed.export.adapted_model import AdaptedModel, predictor_of
 from promptfed.export.export import ExportOptions
 from promptfed.export.model_card import accuracies as card_accuracies
-from promptfed.export.model_card import snippet
 from promptfed.export.reading import read_export
+from promptfed.export.snippet import snippet
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.export_card import Accuracies, MeasuredAccuracy
 from promptfed.shared.clip import Backbone

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from benchmarks.photo_backbone import PLAIN, captioned, head_of, report
-from promptfed.export.model_card import backbone_files
+from promptfed.export.snippet import backbone_files
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone
 from promptfed.shared.clip.embedded import EMBEDDED, KNOWN, ROWS, TABLE, photo, tiny
 

@@ -30,9 +30,9 @@ from promptfed.shared.data import Source
 from promptfed.shared.data.classes import SYMBOLS
 from promptfed.shared.messages import EnrolRequest, EvaluationRequest
 from promptfed.shared.seeds import generator
-from promptfed.shared.spec.section import RELEASE, SYSTEM
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
+from promptfed.shared.versions import RELEASE, SYSTEM
 from tests import ROOT
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_coordinator import made_up_source

@@ -13,7 +13,8 @@ from promptfed.shared.secagg.keys import fingerprint, new_identity, public_ident
 from promptfed.shared.secagg.messages import KeysAnswer, Limits, too_heavy
 from promptfed.shared.secagg.shares import PRIME, combine, share_value, split
 from promptfed.shared.secagg.vectors import as_tensors, encoded, flat_change, mean_change, signed_sum
-from promptfed.shared.spec.sections import SecureAggregationSpec, Weighting
+from promptfed.shared.spec.sections import SecureAggregationSpec
+from promptfed.shared.spec.weighting import Weighting
 from tests.shared.secagg.test_sums import LIST, masked, refusal, revealed, sharing
 from tests.support import secure_sums as sums
 

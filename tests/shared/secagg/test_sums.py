@@ -33,7 +33,8 @@ from promptfed.shared.secagg.keys import (
 from promptfed.shared.secagg.masks import Words, looks_unmasked, pair_mask, self_mask
 from promptfed.shared.secagg.shares import PRIME, combine, commitment, share_value, split
 from promptfed.shared.secagg.vectors import Whole, as_tensors, blurred, encoded, flat_change, mean_change, signed_sum
-from promptfed.shared.spec.sections import WHOLE_WEIGHT, SecureAggregationSpec, Weighting, whole_weights
+from promptfed.shared.spec.sections import SecureAggregationSpec
+from promptfed.shared.spec.weighting import WHOLE_WEIGHT, Weighting, whole_weights
 from tests.support import secure_sums as sums
 
 SPEC = SecureAggregationSpec()

@@ -12,7 +12,7 @@ from promptfed.shared.api.api_schemas import AuditEntry, check_chain
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface import Method, Needs
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.spec.section import PROTOCOL, VERSION
+from promptfed.shared.versions import PROTOCOL, VERSION
 from promptfed.testing.clients import FINGERPRINT, SHAPE, bearer, drive, enrolment, secret_of
 from tests.support.coordinators import ForkedCoordinator, InThread, in_thread
 from tests.support.groups import at_once, commits
