@@ -25,7 +25,7 @@ USED = {
     "Add a method": 'promptfed.run({"name": "promptfl_sparse", "weight": 0.1}, data, rounds=1)',
     "Add a training field": 'assert promptfed.run("promptfl", data, rounds=1, label_smoothing=0.1).mean() > 0',
     "Add a route": """
-from promptfed.shared.spec.section import VERSION
+from promptfed.shared.versions import VERSION
 from promptfed.testing import local_coordinator
 with local_coordinator("store") as coordinator:
     assert coordinator.get("/v1/version") == {"protocol": VERSION}
