@@ -223,6 +223,7 @@ class Campaign:
         for name, item in self.by_id.items():
             self.items[name.partition("::")[0]].append(item)
         self.functions = defaultdict[tuple[str, str, int], list[types.FunctionType]](list)
+        gc.unfreeze()
         for some in [some for some in gc.get_objects() if type(some) is types.FunctionType]:
             if (code := some.__code__).co_filename.startswith(str(ROOT)):
                 self.functions[os.path.realpath(code.co_filename), code.co_qualname, code.co_firstlineno].append(some)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
@@ -124,10 +125,21 @@ def pytest_testnodedown(node: Any) -> None:
         PEAKS[node.gateway.id] = node.workeroutput["peak"]
 
 
+def pytest_collection_finish() -> None:
+    """What has been imported stays: a collection looks through what tests have made alone, and takes little time."""
+    gc.collect()
+    gc.freeze()
+
+
+USUAL = gc.get_threshold()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def memory_is_given_back() -> Iterator[None]:
-    """Workers run hundreds of modules: what one leaves free in the C library's heap goes back to the system."""
+    """Workers run hundreds of modules: what one leaves goes back to the system; a service may collect seldom."""
     yield
+    gc.set_threshold(*USUAL)
+    gc.collect()
     machine.give_back()
 
 
