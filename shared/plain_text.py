@@ -167,3 +167,32 @@ def _escaped(text: str, letters: str) -> str:
     one_line = plain(" ".join(text.split()))
     escaped = "".join(f"\\{letter}" if letter in letters else letter for letter in one_line)
     return html.escape(escaped, quote=False)
+
+
+def percent(value: float | None) -> str:
+    """An accuracy in per cent."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def with_interval(value: float | None, interval: tuple[float, float] | None) -> str:
+    """An accuracy in per cent and its interval, as 81.2 % [76.0, 85.5]."""
+    if interval is None:
+        return percent(value)
+    low, high = interval
+    return f"{percent(value)} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def size(count: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def scale_text(scale: tuple[float, float]) -> str:
+    """A scale in words, as in ``12 bits`` or ``-1000 to 3000``."""
+    black, white = scale
+    bits = int(white).bit_length() if white > 1 else 0
+    return f"{bits} bits" if black == 0 and bits and white == (1 << bits) - 1 else f"{black:g} to {white:g}"

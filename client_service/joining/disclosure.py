@@ -11,11 +11,11 @@ from promptfed.client_service.privacy.agreement import ROUNDS, AgreedTerms, phas
 from promptfed.client_service.privacy.policy import STATES
 from promptfed.client_service.privacy.protection import PrivacyPlan
 from promptfed.client_service.training.payloads import known_sizes
-from promptfed.shared.data.pixels import Scale, scale_text
+from promptfed.shared.data.pixels import Scale
 from promptfed.shared.messages import Domain, EnrolmentInfo, Role
 from promptfed.shared.methods import MULTI_LABEL, TASK
 from promptfed.shared.methods.core.interface import Disclosed, Method
-from promptfed.shared.plain_text import counted, plain
+from promptfed.shared.plain_text import counted, plain, scale_text
 from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors import TensorSpec

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data.image_files import IMAGE_FORMATS
-from promptfed.shared.data.pixels import GREY, UNREADABLE, Scale, Unfaithful, in_rgb, scale_text
+from promptfed.shared.data.pixels import GREY, UNREADABLE, Scale, Unfaithful, in_rgb
 from promptfed.shared.methods import MULTI_LABEL, TASK
 from promptfed.shared.methods.core.interface import Classifier, ClientContext, Mixes
+from promptfed.shared.plain_text import scale_text
 
 MAX_PIXELS = 16_000_000
 DRAFT = 1024  # pixels of the shorter side below which a JPEG is not decoded: towers take less

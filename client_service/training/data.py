@@ -20,12 +20,11 @@ from promptfed.shared.clip.caches import CacheCost
 from promptfed.shared.clip.image_reading import ImageSplit
 from promptfed.shared.data import DataError, ImageDomain, Source, Split, open_source, partition
 from promptfed.shared.data.options import Role as DataRole
-from promptfed.shared.data.pixels import scale_text
 from promptfed.shared.data.source import in_words
 from promptfed.shared.messages import Role
 from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.methods.core.training import TaskCancelled
-from promptfed.shared.plain_text import beside_known, shortened
+from promptfed.shared.plain_text import beside_known, scale_text, shortened
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors.transfer import host_memory, sent_to
 

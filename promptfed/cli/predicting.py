@@ -14,7 +14,7 @@ from rich.table import Table
 
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
 from promptfed.console.files import write_file
-from promptfed.console.output import console, note, percent, print_json, say, table
+from promptfed.console.output import console, note, print_json, say, table
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of
 from promptfed.export.export import open_backbone_of
 from promptfed.export.reading import read_export
@@ -24,7 +24,7 @@ from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.image_files import conversion_of, read_image
 from promptfed.shared.data.pixels import Unfaithful
 from promptfed.shared.errors import BadInput, PromptfedError
-from promptfed.shared.plain_text import csv_cell, plain
+from promptfed.shared.plain_text import csv_cell, percent, plain
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
 

@@ -26,7 +26,7 @@ from promptfed.client_service.state.trained_images import folders_of, read_train
 from promptfed.client_service.training.data import TEST, TRAIN, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import answers, logits_of, presences, probabilities
 from promptfed.console.files import new_folder, write_file
-from promptfed.console.output import console, note, percent, print_json, say, table, with_interval
+from promptfed.console.output import console, note, print_json, say, table
 from promptfed.export.export import open_backbone_of
 from promptfed.export.reading import open_export
 from promptfed.shared.clip import FeatureCache
@@ -45,7 +45,7 @@ from promptfed.shared.metrics.figures import (
     nearly_one_class,
 )
 from promptfed.shared.metrics.pooling import POOLED
-from promptfed.shared.plain_text import beside_known, counted, csv_cell, shortened
+from promptfed.shared.plain_text import beside_known, counted, csv_cell, percent, shortened, with_interval
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors.torch_tensors import state_hash

@@ -103,33 +103,11 @@ def tell(as_json: bool, value: Any, text: object) -> None:
     print_json(value) if as_json else say(text)
 
 
-def percent(value: float | None) -> str:
-    """An accuracy in per cent."""
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def with_interval(value: float | None, interval: tuple[float, float] | None) -> str:
-    """An accuracy in per cent and its interval, as 81.2 % [76.0, 85.5]."""
-    if interval is None:
-        return percent(value)
-    low, high = interval
-    return f"{percent(value)} [{100 * low:.1f}, {100 * high:.1f}]"
-
-
 def points(zero_shot: float | None, value: float, margin: float | None = None) -> str:
     """What a mean gains on zero-shot, in points, and half of the gain's interval, as +12.3 ± 4.5."""
     if zero_shot is None:
         return "-"
     return f"{100 * (value - zero_shot):+.1f}" + ("" if margin is None else f" ± {100 * margin:.1f}")
-
-
-def size(count: float) -> str:
-    """Bytes with a unit."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
 
 
 def class_names(text: str) -> list[str]:

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from promptfed.console.output import console, messages, percent, points, table, with_interval
+from promptfed.console.output import console, messages, points, table
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import get_federation, reports_after
 from promptfed.sdk.result import Accuracy, FederationReports, interval_of, margin_of
@@ -28,7 +28,7 @@ from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.errors import BadInput, Failed
 from promptfed.shared.messages import ENDED, Role
-from promptfed.shared.plain_text import plain
+from promptfed.shared.plain_text import percent, plain, with_interval
 from promptfed.shared.service.reasons import why
 
 PACE_SECONDS = 3600  # rounds of the last hour estimate the time that is left

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from promptfed.console.output import console, messages, print_json, size
+from promptfed.console.output import console, messages, print_json
 from promptfed.export.adapted_model import AdaptedModel, weights_of
-from promptfed.export.model_card import described, markdown, version
 from promptfed.export.snippet import backbone_files, carries_backbone, snippet
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import get_card, sign_card
@@ -34,10 +33,11 @@ from promptfed.shared.api.export_card import (
     Use,
     classes_of,
 )
+from promptfed.shared.cards.card_text import described, markdown, version
 from promptfed.shared.clip import Backbone
 from promptfed.shared.errors import BadInput, Failed, PromptfedError
 from promptfed.shared.methods.core.spec_backbone import open_backbone
-from promptfed.shared.plain_text import plain
+from promptfed.shared.plain_text import plain, size
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors import method_part

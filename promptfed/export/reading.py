@@ -20,7 +20,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from promptfed.export.adapted_model import AdaptedModel
-from promptfed.export.model_card import described
 from promptfed.shared import machine
 from promptfed.shared.api.export_card import (
     BACKBONE_FOLDER,
@@ -34,6 +33,7 @@ from promptfed.shared.api.export_card import (
     Card,
 )
 from promptfed.shared.canonical import export_statement, is_signed, parse_json
+from promptfed.shared.cards.card_text import described
 from promptfed.shared.errors import BadInput, PromptfedError, Refused
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import SpecError

@@ -11,7 +11,6 @@ import torch
 
 from promptfed.export.adapted_model import AdaptedModel, weights_of
 from promptfed.export.export import open_backbone_of
-from promptfed.export.model_card import described, markdown, version
 from promptfed.export.reading import OpenedExport, open_export, read_file
 from promptfed.export.snippet import backbone_files, carries_backbone, snippet
 from promptfed.sdk.arguments import checked
@@ -25,6 +24,7 @@ from promptfed.shared.api.export_card import (
     Card,
 )
 from promptfed.shared.canonical import parse_json
+from promptfed.shared.cards.card_text import described, markdown, version
 from promptfed.shared.clip import Backbone
 from promptfed.shared.errors import BadInput, PromptfedError, Refused
 from promptfed.shared.methods import TASK, method_for, resolve_spec

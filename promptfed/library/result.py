@@ -14,7 +14,7 @@ from typing import Any, Literal
 from PIL.Image import Image
 
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
-from promptfed.console.output import percent, remarks, with_interval
+from promptfed.console.output import remarks
 from promptfed.experiments.bench.tables import figures
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of, weights_of
 from promptfed.export.export import ExportOptions, export, open_backbone_of
@@ -25,6 +25,7 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.data.pixels import UNREADABLE, in_rgb
 from promptfed.shared.errors import BadInput
 from promptfed.shared.messages import Role
+from promptfed.shared.plain_text import percent, with_interval
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, check_class_names
 from promptfed.shared.tensors import Tensors

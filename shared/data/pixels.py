@@ -10,6 +10,8 @@ from functools import lru_cache
 import numpy as np
 from PIL import ExifTags, Image, ImageCms
 
+from promptfed.shared.plain_text import scale_text
+
 UNREADABLE = (OSError, SyntaxError, TypeError, ValueError)
 """Errors of PIL for damaged files."""
 
@@ -147,13 +149,6 @@ def _numbers(image: Image.Image) -> Callable[[Image.Image], np.ndarray] | None:
     if image.mode == "I" and tags and not signed and bits == 32:
         return lambda strip: np.asarray(strip).view(np.uint32)
     return np.asarray if image.mode == "F" or image.mode[0] == "I" else None
-
-
-def scale_text(scale: Scale) -> str:
-    """A scale in words, as in ``12 bits`` or ``-1000 to 3000``."""
-    black, white = scale
-    bits = int(white).bit_length() if white > 1 else 0
-    return f"{bits} bits" if black == 0 and bits and white == (1 << bits) - 1 else f"{black:g} to {white:g}"
 
 
 def _scale(image: Image.Image, numbers: Callable[[Image.Image], np.ndarray], grey: Grey | None) -> Scale:

@@ -13,10 +13,10 @@ from typing import Any
 
 from promptfed.shared.data.cutting import Parts, apply_common
 from promptfed.shared.data.options import Options, Role, Use
-from promptfed.shared.data.pixels import Scale, scale_text
+from promptfed.shared.data.pixels import Scale
 from promptfed.shared.data.schemes import SCHEMES
 from promptfed.shared.data.source import DataError, Source
-from promptfed.shared.plain_text import alike_text, expect_visible
+from promptfed.shared.plain_text import alike_text, expect_visible, scale_text
 
 log = logging.getLogger("promptfed.data")
 

@@ -14,9 +14,9 @@ from PIL import Image
 
 from promptfed.shared.data.errors import DataError as DataError
 from promptfed.shared.data.image_files import image_digest as image_digest
-from promptfed.shared.data.pixels import GREY, Grey, Scale, scale_text
+from promptfed.shared.data.pixels import GREY, Grey, Scale
 from promptfed.shared.files import special_files
-from promptfed.shared.plain_text import counted
+from promptfed.shared.plain_text import counted, scale_text
 
 _NAMED = 3  # special files that are listed; of further ones only the number
 

@@ -18,10 +18,10 @@ from promptfed.cli.app import Made, app
 from promptfed.cli.bench_options import BenchOptions
 from promptfed.cli.common import AllowBackbone, Device, Json, Pool, RunFilePath, Written
 from promptfed.console.files import expect_new, expect_suffix, write_file
-from promptfed.console.output import console, note, percent, print_json, say, size, table, whole_numbers
+from promptfed.console.output import console, note, print_json, say, table, whole_numbers
 from promptfed.runtime.run_file import read_run
 from promptfed.shared.errors import BadInput
-from promptfed.shared.plain_text import counted, shortened
+from promptfed.shared.plain_text import counted, percent, shortened, size
 from promptfed.shared.service.yaml_text import read_mapping
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ import typer
 from promptfed.cli.app import app, with_options
 from promptfed.cli.common import Json
 from promptfed.console.files import expect_suffix
-from promptfed.console.output import console, listing, note, percent, print_json, say, table
+from promptfed.console.output import console, listing, note, print_json, say, table
 from promptfed.shared.data import DataError
 from promptfed.shared.data.schemes import SCHEMES
 from promptfed.shared.errors import BadInput
-from promptfed.shared.plain_text import counted, look_alikes, plain, quoted
+from promptfed.shared.plain_text import counted, look_alikes, percent, plain, quoted, scale_text
 from promptfed.shared.service.reasons import why
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ def show(
     """Draw a sheet of a source's images with their classes and parts, copies first, and count each class's images."""
     from promptfed.shared.data import open_source
     from promptfed.shared.data.folder import contact_sheet
-    from promptfed.shared.data.pixels import scale_text
     from promptfed.shared.data.source import joined
 
     if part not in (None, "train", "test"):

@@ -11,7 +11,7 @@ import typer
 from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Key, Round, Written, Yes, confirm, refuse
 from promptfed.console.files import expect_suffix, read_federation_and_data, write_file
-from promptfed.console.output import console, note, percent, print_json, say, size, table, tell
+from promptfed.console.output import console, note, print_json, say, table, tell
 from promptfed.console.progress import (
     Snapshot,
     Watcher,
@@ -29,7 +29,7 @@ from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.errors import EndedBadly, Failed, Misused
 from promptfed.shared.messages import ENDED, Role
 from promptfed.shared.methods import resolve_spec, with_default_backbone
-from promptfed.shared.plain_text import counted, plain
+from promptfed.shared.plain_text import counted, percent, plain, size
 
 group = app.group("federation", "Create, watch and steer federations at a coordinator.", "Operate federations")
 SPENT = ["client", "releases", "ε here", "replace-one", "its ledger", "ε planned", "δ", "noise multiplier", "noise"]

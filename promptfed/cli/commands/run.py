@@ -34,7 +34,7 @@ from promptfed.cli.common import (
 )
 from promptfed.console import progress
 from promptfed.console.files import new_folder, write_file
-from promptfed.console.output import console, note, percent, points, print_json, remarks, say, size, tell, with_interval
+from promptfed.console.output import console, note, points, print_json, remarks, say, tell
 from promptfed.console.progress import (
     Snapshot,
     Watcher,
@@ -53,7 +53,7 @@ from promptfed.shared import get_extra
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.errors import BadInput, EndedBadly, Failed, Refused
 from promptfed.shared.methods import resolve_spec
-from promptfed.shared.plain_text import counted, plain
+from promptfed.shared.plain_text import counted, percent, plain, size, with_interval
 from promptfed.shared.service.addresses import bind
 from promptfed.shared.service.reasons import Exit
 from promptfed.shared.service.streams import leave

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from promptfed.console.output import size
 from promptfed.experiments.bench.protocols import TARGET, Protocol
 from promptfed.experiments.bench.runner import VARIANT, Bench, BenchRun, row_label
 from promptfed.experiments.bench.tuning import paired_bootstrap
@@ -18,7 +17,7 @@ from promptfed.sdk.result import Accuracy
 from promptfed.shared.metrics.estimates import mean_interval
 from promptfed.shared.metrics.figures import Floats, calibration_error, class_accuracies, largest_share, macro_f1
 from promptfed.shared.metrics.outcomes import Outcomes
-from promptfed.shared.plain_text import markdown_cell, markdown_code
+from promptfed.shared.plain_text import markdown_cell, markdown_code, size
 
 ZERO_SHOT = "zero-shot"
 PAPER = " (paper)"  # behind the label of a row that a paper prints

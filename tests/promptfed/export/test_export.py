@@ -17,11 +17,11 @@ from promptfed.cli.main import app
 from promptfed.export import export as exporting
 from promptfed.export.adapted_model import AdaptedModel, predictor_of
 from promptfed.export.export import ExportOptions
-from promptfed.export.model_card import accuracies as card_accuracies
 from promptfed.export.reading import read_export
 from promptfed.export.snippet import snippet
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.export_card import Accuracies, MeasuredAccuracy
+from promptfed.shared.cards.card_text import accuracies as card_accuracies
 from promptfed.shared.clip import Backbone
 from promptfed.shared.errors import PromptfedError
 from promptfed.shared.methods import make_method

@@ -10,9 +10,6 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from promptfed.console.output import percent, size, with_interval
-from promptfed.export.privacy_text import of_privacy
-from promptfed.export.snippet import carries_backbone
 from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,
     BACKBONE_FOLDER,
@@ -29,12 +26,11 @@ from promptfed.shared.api.export_card import (
     SumsSummary,
     TensorShape,
 )
-from promptfed.shared.data.pixels import scale_text
+from promptfed.shared.cards.privacy_text import of_privacy
 from promptfed.shared.methods import METHODS
 from promptfed.shared.metrics.estimates import mean_interval
-from promptfed.shared.plain_text import counted, markdown_cell, markdown_code
+from promptfed.shared.plain_text import counted, markdown_cell, markdown_code, percent, scale_text, size, with_interval
 from promptfed.shared.plain_text import markdown as plain_markdown
-from promptfed.shared.tensors import Tensors
 
 MOST_CLASSES = 12  # clients that are named individually
 WHAT = {
@@ -53,7 +49,7 @@ def version() -> str:
     return metadata.version("promptfed")
 
 
-def described(body: bytes, tensors: Tensors | None) -> CardFile:
+def described(body: bytes, tensors: Mapping[str, Any] | None) -> CardFile:
     """A file's entry in the card, with the shapes of its ``tensors``."""
     shapes = None
     if tensors is not None:
@@ -161,7 +157,7 @@ def _use(card: Card, snippet: str | None) -> list[str]:
     if METHODS[name].of_names:
         text = "for others, `promptfed export --classes` again"
         parts += [f"{name} learns a generator: it made the context for exactly these class names; {text}."]
-    if carries_backbone(card.backbone) and snippet is not None:
+    if BACKBONE_WEIGHTS in card.files:
         parts += [f"The backbone is in no registry of open_clip's, so it lies in `{BACKBONE_FOLDER}/`."]
     if card.round < card.rounds and card.selection is None and card.stopped is None:
         parts += [f"The federation had {card.rounds} rounds to go through: this is a state on the way."]
