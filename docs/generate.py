@@ -59,9 +59,11 @@ def spec() -> str:
     return (
         "# The spec of a federation\n\n"
         "A spec is YAML for the command and JSON for the API. Unknown keys are refused. What you leave out takes the "
-        f"method's default where it has one (`promptfed methods NAME`), else the default below. {RANGES} "
-        "A run file is a spec with a list `clients` beside it ([run files](../guides/deploy.md#run-files)).\n"
-        + sections
+        "method's default where it has one (`promptfed methods NAME`), else the default below, which stands first. "
+        f"{RANGES} "
+        "A run file is a spec with a list `clients` beside it ([run files](../guides/deploy.md#run-files)).\n\n"
+        "```yaml\nname: pets\nmethod: {name: promptfl, m: 4}\nrounds: 20\n"
+        "participation: {min_clients: 3, quorum: 0.7}\n```\n" + sections
     )
 
 
@@ -74,15 +76,19 @@ def _sections(schema: dict[str, Any], models: dict[str, Any], path: str) -> Iter
             inner.append((models[model], full))
         if model and not field.get("description"):
             continue  # its own table follows
-        default = field.get("default")
-        shown = "required" if key in schema.get("required", ()) else "" if model else shown_value(default)
-        rows.append(
-            [f"`{key}`", shown if shown == "required" else code(shown), _values(field, models), _meaning(full, field)]
-        )
+        shown = "required" if key in schema.get("required", ()) else "" if model else shown_value(field.get("default"))
+        rows.append([f"`{key}`", _choices(shown, _values(field, models)), _meaning(full, field)])
     title = f"\n## {path}\n\n" if path else "\n## The whole\n\n"
-    yield title + table(["key", "default", "may be", "meaning"], rows) + "\n"
+    yield title + table(["key", "default, others", "meaning"], rows) + "\n"
     for model_schema, full in inner:
         yield from _sections(model_schema, models, full)
+
+
+def _choices(default: str, values: str) -> str:
+    """The default, and what else it may be."""
+    first = default if default in ("required", "") else code(default)
+    others = [] if values == "section" else [value for value in values.split(", ") if value != first]
+    return ", ".join(filter(None, [first, *others])).replace(", or ", " or ")
 
 
 def _meaning(path: str, field: dict[str, Any]) -> str:
