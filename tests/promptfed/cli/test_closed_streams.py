@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from promptfed.shared.service.reasons import Exit
-from tests.shared.test_streams import WAYS, ended
+from tests.shared.service.test_streams import WAYS, ended
 
 RUN = """
 name: x

@@ -19,7 +19,7 @@ from promptfed.library.result import Result
 from promptfed.sdk.result import FederationReports, FederationResult
 from promptfed.shared.metrics.estimates import gain_margin, mean_interval, proportion
 from promptfed.shared.metrics.outcomes import Outcomes
-from tests.promptfed.experiments.test_runner import run_of
+from tests.promptfed.experiments.bench.test_runner import run_of
 from tests.promptfed.sdk.test_client import FEDERATION
 
 

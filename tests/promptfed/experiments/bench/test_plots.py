@@ -28,7 +28,7 @@ from promptfed.experiments.bench.tuning import paired_bootstrap
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.plain_text import markdown_cell, markdown_code
-from tests.promptfed.experiments.test_runner import accuracy, run_of
+from tests.promptfed.experiments.bench.test_runner import accuracy, run_of
 
 
 def bench(protocol: str, **setting: Any) -> Bench:

@@ -19,7 +19,7 @@ from promptfed.coordinator.__main__ import start
 from promptfed.coordinator.settings import Settings, unread
 from promptfed.shared.service.environment import CLIENT, COORDINATOR, SINGLE, unread_variables
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FIELDS = {COORDINATOR: Settings.model_fields, CLIENT: ClientSettings.model_fields}
 LINKS = {
     "PROMPTFED_SERVICE_HOST": "10.0.0.1", "PROMPTFED_SERVICE_PORT": "8080", "PROMPTFED_SERVICE_PORT_HTTP": "8080",
