@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def _sections(schema: dict[str, Any], models: dict[str, Any], path: str) -> Iter
 def _choices(default: str, values: str) -> str:
     """The default, and what else it may be."""
     first = default if default in ("required", "") else code(default)
-    others = [] if values == "section" else [value for value in values.split(", ") if value != first]
+    others = [value for value in values.split(", ") if value not in (first, "section")]
     return ", ".join(filter(None, [first, *others])).replace(", or ", " or ")
 
 
@@ -144,21 +144,34 @@ def shown_value(value: Any) -> str:
 
 
 def options() -> str:
-    """The options of all methods as one table: a row an option, in it each meaning with its defaults and methods."""
-    rows: dict[str, dict[str, dict[str, list[str]]]] = {}
+    """The options of all methods: a row for the methods that have the same ones with the same meaning."""
+    taken: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name in sorted(METHODS):
         for key, field in METHODS[name].Hyper.model_json_schema()["properties"].items():
             meaning = cell(field.get("description"))
-            meanings = rows.setdefault(key, {}).setdefault(meaning, {})
-            meanings.setdefault(_default(field, meaning), []).append(name)
-    told = [[f"`{key}`", "<br>".join(_told(meanings))] for key, meanings in sorted(rows.items())]
+            taken.setdefault((key, meaning), {}).setdefault(_default(field, meaning), []).append(name)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for (key, meaning), defaults in sorted(taken.items()):
+        usual = max(defaults, key=lambda default: len(defaults[default]))
+        others = [f"{', '.join(map(code, defaults[each]))}: {each or 'none'}" for each in defaults if each != usual]
+        told = "; ".join(filter(None, [usual, *others]))
+        names = tuple(sorted(name for each in defaults.values() for name in each))
+        rows.setdefault(names, []).append(f"`{key}`{f' ({told})' if told else ''}: {meaning}")
     return (
-        "# Options of methods\n\nThey stand beside `name` under `method` in a [spec](spec.md). In brackets are "
-        "methods and default; `promptfed methods NAME` has the options of one method, also where it is one of "
-        "*others* or none is named. A value out of range is refused with its range.\n\n"
-        + table(["option", "meaning"], told)
+        "# Options of methods\n\nThey stand beside `name` under `method` in a [spec](spec.md), as in "
+        "`method: {name: plan, alpha: 0.5}`. In brackets is the default; a value out of range is refused with its "
+        "range.\n\n"
+        + table(["methods", "options"], sorted([_named(names), "<br>".join(told)] for names, told in rows.items()))
         + "\n"
     )
+
+
+def _named(names: Sequence[str]) -> str:
+    """Methods by name, or those that are missing where these are fewer."""
+    missing = [name for name in sorted(METHODS) if name not in names]
+    if len(names) <= len(missing):
+        return ", ".join(map(code, names))
+    return f"all but {', '.join(map(code, missing))}" if missing else "all"
 
 
 def _default(field: dict[str, Any], meaning: str) -> str:
@@ -169,22 +182,8 @@ def _default(field: dict[str, Any], meaning: str) -> str:
     return "" if silent else " or ".join([code(default), *words])
 
 
-def _told(meanings: dict[str, dict[str, list[str]]]) -> Iterable[str]:
-    """Each meaning of an option with its defaults and methods; the largest group of them is 'the others'."""
-    largest = max((names for values in meanings.values() for names in values.values()), key=len)
-    alone = sum(map(len, meanings.values())) == 1
-    for meaning, values in meanings.items():
-        each = []
-        for shown, names in values.items():
-            named = ", ".join(f"`{name}`" for name in names)
-            if names is largest and len(names) > 3:
-                named = "" if alone else "others"
-            each.append(": ".join(filter(None, [named, shown])))
-        yield f"{meaning} ({'; '.join(each)})" if any(each) else meaning
-
-
 def data_uris() -> str:
-    """The page of data URIs with its table of options: a row an option, with the sources that take it."""
+    """The page of data URIs with its table of options: a row for the sources that take the same ones."""
     head, begin, rest = (PAGES / "data-uris.md").read_text(encoding="utf-8").partition(OPTIONS)
     rows = []
     for kind in vars(data_options).values():
@@ -194,11 +193,13 @@ def data_uris() -> str:
         lines = re.sub(r"\n {8,}", " ", inspect.getdoc(kind) or "").splitlines()
         words = dict(line.strip().split(": ", 1) for line in lines if line.startswith("    "))
         fields = kind.model_json_schema()["properties"]
+        told = []
         for name in inspect.get_annotations(kind):
-            default = fields[name].get("default")
-            values = _values(fields[name], {}) + (f" ({code(str(default))})" if default not in (None, []) else "")
-            rows.append([f"`{name}=`", "all" if kind is Options else ", ".join(schemes), values, cell(words[name])])
-    return head + begin + table(["option", "of", "values (default)", "meaning"], rows) + rest[rest.index("\n\n") :]
+            default, values = shown_value(fields[name].get("default")), _values(fields[name], {})
+            choices = _choices("" if default == "none" else default, "" if values == "text" else values)
+            told.append(f"`{name}=`{f' ({choices})' if choices else ''}: {cell(words[name])}")
+        rows.append(["all" if kind is Options else ", ".join(schemes), "<br>".join(told)])
+    return head + begin + table(["of", "options (default, others)"], rows) + rest[rest.index("\n\n") :]
 
 
 def costs() -> str:
