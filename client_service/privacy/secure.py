@@ -31,19 +31,8 @@ from promptfed.client_service.privacy.secure_records import (
 )
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import SpendReport, Task, TaskKind
-from promptfed.shared.secagg import SecureError, member
+from promptfed.shared.secagg import SecureError, member, messages
 from promptfed.shared.secagg.member import Secrets
-from promptfed.shared.secagg.messages import (
-    ConfirmJob,
-    KeysAnswer,
-    Limits,
-    MaskJob,
-    Roster,
-    RosterMessage,
-    UnmaskJob,
-    alive_digest,
-    read_roster,
-)
 from promptfed.shared.secagg.vectors import blurred, encoded, flat_change
 from promptfed.shared.service.fault_points import point
 from promptfed.shared.spec.weighting import Weighting
@@ -90,10 +79,12 @@ class SecureWork:
     ``samples``: what it trains on, told where the terms weigh clients by their samples.
     """
 
-    def __init__(self, state: PrivateState, federation_id: str, limits: Limits | None = None, samples: int = 1):
+    def __init__(
+        self, state: PrivateState, federation_id: str, limits: messages.Limits | None = None, samples: int = 1
+    ):
         self._state = state
         self._federation = federation_id
-        self._limits = limits or Limits()
+        self._limits = limits or messages.Limits()
         self.samples = samples
         self.met: Met | None = None
 
@@ -173,7 +164,7 @@ class SecureWork:
             raise Failure("bad-roster", f"attempt {task.secure.attempt} is over, or asked otherwise than before")
         fresh = Secrets.fresh(identity_of(self._state))
         secrets = {"mask_key": fresh.mask_key, "share_key": fresh.share_key, "seed": fresh.seed}
-        limits = self._limits if self._limits != Limits() else None
+        limits = self._limits if self._limits != messages.Limits() else None
         body = member.signed_entry(fresh, about.model_dump()).model_copy(update={"limits": limits}).model_dump_json()
         answer = self._answer(KeptAttempt(about=about, secrets=secrets, answers={"train": body}), task)
         point("keys-written")
@@ -220,7 +211,7 @@ class SecureWork:
 
     def _mask(self, attempt: KeptAttempt, task: Task, payload: bytes) -> str:
         roster, place, secrets = self._read(attempt, task)
-        job = MaskJob.model_validate_json(payload)
+        job = messages.MaskJob.model_validate_json(payload)
         received = member.open_boxes(secrets, roster, place, job, self._least(task))
         assert attempt.own is not None
         attempt.held = {place: attempt.own, **received}
@@ -238,7 +229,7 @@ class SecureWork:
 
     def _confirm(self, attempt: KeptAttempt, task: Task, payload: bytes) -> str:
         roster, place, secrets = self._read(attempt, task)
-        job = ConfirmJob.model_validate_json(payload)
+        job = messages.ConfirmJob.model_validate_json(payload)
         answer = member.confirm_list(secrets, roster, place, attempt.sharing, job, self._least(task))
         self._expect_apart(task, roster, job.alive, final=True)
         self._note_sum(attempt, [roster.entries[alive].identity_key for alive in job.alive])
@@ -247,17 +238,19 @@ class SecureWork:
 
     def _unmask(self, attempt: KeptAttempt, task: Task, payload: bytes) -> str:
         roster, place, _ = self._read(attempt, task)
-        confirm = ConfirmJob.model_validate_json(attempt.confirm)
-        answer = member.reveal_shares(roster, place, confirm, attempt.held, UnmaskJob.model_validate_json(payload))
+        confirm = messages.ConfirmJob.model_validate_json(attempt.confirm)
+        answer = member.reveal_shares(
+            roster, place, confirm, attempt.held, messages.UnmaskJob.model_validate_json(payload)
+        )
         markers = self._markers()
-        mark = attempt.about.attempt, alive_digest([roster.hashes[alive] for alive in confirm.alive])
+        mark = attempt.about.attempt, messages.alive_digest([roster.hashes[alive] for alive in confirm.alive])
         if markers.revealed.setdefault(_name(task), mark) != mark:
             raise SecureError("already-revealed", "this client has revealed its shares for another list")
         self._state.write_as(MARKERS, markers)
         point("reveal-marked")
         return answer.model_dump_json()
 
-    def _expect_apart(self, task: Task, roster: Roster, places: Iterable[int], final: bool = False) -> None:
+    def _expect_apart(self, task: Task, roster: messages.Roster, places: Iterable[int], final: bool = False) -> None:
         """No second sum of nearly an earlier payload with other members. Raises SecureError: payload-repeated."""
         tensors, kept = self._work()
         if kept is not None and kept.shapes:
@@ -275,19 +268,19 @@ class SecureWork:
                 _name(kept), attempt.about.attempt, tensors["sketch"].numpy(), about, members
             )
 
-    def _least(self, task: Task) -> Limits:
+    def _least(self, task: Task) -> messages.Limits:
         """What this client insists on: no sum of fewer than the spec promises, nor than its owner's policy asks for."""
         spec = task.config.secure_aggregation
         assert spec is not None
         return replace(self._limits, minimum=max(spec.minimum, self._limits.minimum))
 
-    def _read(self, attempt: KeptAttempt, task: Task) -> tuple[Roster, int, Secrets]:
+    def _read(self, attempt: KeptAttempt, task: Task) -> tuple[messages.Roster, int, Secrets]:
         """The attempt's roster, checked; this client's place in it; its secrets."""
         spec = task.config.secure_aggregation
         assert spec is not None
-        signed = KeysAnswer.model_validate_json(attempt.answers["train"])
-        message = RosterMessage.model_validate_json(attempt.roster)
-        roster = read_roster(message, signed, spec, self._least(task).minimum, _weighting(task))
+        signed = messages.KeysAnswer.model_validate_json(attempt.answers["train"])
+        message = messages.RosterMessage.model_validate_json(attempt.roster)
+        roster = messages.read_roster(message, signed, spec, self._least(task).minimum, _weighting(task))
         place = roster.place_of(signed.entry)
         member.expect_roster(roster, place, self._limits)
         return roster, place, Secrets(identity_of(self._state), **attempt.secrets)

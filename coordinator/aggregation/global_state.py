@@ -218,7 +218,7 @@ def joined(federation: Federation, state: Arrays, roster: Sequence[str], newcome
     for name in newcomers:
         present.append(name)
         if has_own(federation.method, "join"):
-            state = call(federation, "join", state, federation.clients[name].info(), federation.context(present))
+            state = call(federation, "join", state, federation.clients[name], federation.context(present))
     state = state | moments
     check_state(federation, state, federation.context(present))
     return state
@@ -229,7 +229,7 @@ def forgotten(federation: Federation, state: Arrays, client: str, context: Serve
     part = method_part(state)
     if not has_own(federation.method, "forget"):
         return state
-    after: Arrays = call(federation, "forget", part, federation.clients[client].info(), context)
+    after: Arrays = call(federation, "forget", part, federation.clients[client], context)
     if after.keys() == part.keys() and all(np.array_equal(after[name], part[name]) for name in part):
         return state
     after = after | server_part(state)
@@ -264,7 +264,7 @@ def payload(
     federation: Federation, state: Arrays, phase: Phase | None, client: Client, context: ServerContext
 ) -> Arrays:
     """The payload of ``client`` in ``phase``; None: in an evaluation."""
-    made: Arrays = call(federation, "payload", method_part(state), phase, client.info(), context)
+    made: Arrays = call(federation, "payload", method_part(state), phase, client, context)
     return made
 
 

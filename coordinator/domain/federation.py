@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cached_property
 from typing import NoReturn
 
 from promptfed.coordinator.domain.round_machine import steps_of
 from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
-from promptfed.shared.messages import Domain, EnrolledProtection, Peer, Role, TaskKind
+from promptfed.shared.messages import EnrolledProtection, Peer, Role, TaskKind
 from promptfed.shared.methods import method_for
 from promptfed.shared.methods.core.costs import update_limit
 from promptfed.shared.methods.core.interface import (
@@ -33,20 +32,15 @@ SAME_CLASSES = (
 )
 
 
-@dataclass(frozen=True)
-class Client:
+@dataclass(frozen=True, kw_only=True)
+class Client(ClientInfo):
     """An enrolled client; ``secret_digest`` is None after a reset. ``identity_key``: with which it signs, in hex.
 
     ``protection``: how it will train under differential privacy, by its own word.
     """
 
     id: str
-    name: str
-    role: Role
     secret_digest: str | None
-    num_samples: int
-    class_names: tuple[str, ...]
-    domain: Domain | None
     identity_key: str | None = None
     protection: EnrolledProtection | None = None
 
@@ -54,14 +48,6 @@ class Client:
     def units(self) -> int | None:
         """The number of protected records or groups that the client enrolled with; None if it gave none."""
         return self.protection.units if self.protection is not None else None
-
-    def info(self) -> ClientInfo:
-        """The client as a method sees it; always the same object."""
-        return self._info
-
-    @cached_property
-    def _info(self) -> ClientInfo:
-        return ClientInfo(self.name, self.role, self.num_samples, self.class_names, self.domain)
 
     def peer(self) -> Peer:
         """The client as other clients see it."""
@@ -242,8 +228,8 @@ class Federation:
 
     def _info(self, name: str) -> ClientInfo:
         """A client as a method sees it, with its current ``active``."""
-        info, member = self.clients[name].info(), self.run.members.get(name)
-        return info if member is None or member.active else replace(info, active=False)
+        client, member = self.clients[name], self.run.members.get(name)
+        return client if member is None or member.active else replace(client, active=False)
 
     def peers(self) -> list[Peer]:
         """The active clients that the state includes, in order of name."""

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from promptfed.coordinator.store.blob_rows import BlobRows
 from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectCache, ObjectStoreAway, fresh_key, write_hashed
-from promptfed.coordinator.store.remembered import Remembered
 from promptfed.shared.machine import sync_folder
+from promptfed.shared.recent import Recent
 from promptfed.shared.service.fault_points import point
 from promptfed.shared.tensors import Arrays, decode, decode_file
 
@@ -82,8 +82,8 @@ class Blobs:
         self._temporary = f"{self.incoming}{os.sep}{os.getpid()}-"
         self._numbers = count()
         self._rows = rows
-        self._remembered = Remembered[bytes](REMEMBERED_BYTES)  # most clients of a phase get the same payload
-        self.admitted = Remembered[Admitted](ADMITTED_BYTES)
+        self._remembered = Recent[bytes](REMEMBERED_BYTES)  # most clients of a phase get the same payload
+        self.admitted = Recent[Admitted](ADMITTED_BYTES)
         self._lock = threading.Lock()
         self._held: Counter[str] = Counter()
         self._unsynced: set[str] = set()  # there by name, but not yet for sure after a power cut

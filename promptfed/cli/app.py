@@ -21,17 +21,7 @@ from typer.core import TyperGroup
 
 from promptfed.client_service.exits import ClientError
 from promptfed.console.output import commit, messages
-from promptfed.shared.errors import (
-    BadInput,
-    EndedBadly,
-    Failed,
-    Misused,
-    NotAllowed,
-    PromptfedError,
-    Refused,
-    Unreachable,
-    offences,
-)
+from promptfed.shared import errors
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import Exit, of_surroundings, offence
 from promptfed.shared.spec.spec import SpecError
@@ -39,14 +29,14 @@ from promptfed.shared.versions import RELEASE, VERSION
 
 Section = Literal["Try and simulate", "Operate federations", "Take part with own data", "Use a result"]
 SECTIONS: tuple[str, ...] = get_args(Section)
-CODES: dict[type[PromptfedError], Exit] = {
-    BadInput: Exit.BAD_INPUT,
-    EndedBadly: Exit.FEDERATION_ENDED_BADLY,
-    Failed: Exit.FAILED,
-    Misused: Exit.USAGE,
-    NotAllowed: Exit.NOT_ALLOWED,
-    Refused: Exit.REFUSED,
-    Unreachable: Exit.UNREACHABLE,
+CODES: dict[type[errors.PromptfedError], Exit] = {
+    errors.BadInput: Exit.BAD_INPUT,
+    errors.EndedBadly: Exit.FEDERATION_ENDED_BADLY,
+    errors.Failed: Exit.FAILED,
+    errors.Misused: Exit.USAGE,
+    errors.NotAllowed: Exit.NOT_ALLOWED,
+    errors.Refused: Exit.REFUSED,
+    errors.Unreachable: Exit.UNREACHABLE,
 }
 
 
@@ -145,10 +135,10 @@ def _expect_filled(context: typer.Context | None, given: Mapping[str, Any]) -> N
     for name in sorted(written(context)):
         texts = given[name] if isinstance(given[name], list) else [given[name]]
         if "" in texts:
-            raise Misused(f"{spelt[name]} is empty: give a value, or leave it out")
+            raise errors.Misused(f"{spelt[name]} is empty: give a value, or leave it out")
 
 
-def exit_code(error: PromptfedError | ClientError) -> Exit:
+def exit_code(error: errors.PromptfedError | ClientError) -> Exit:
     """What the command ends with after ``error``."""
     if isinstance(error, ClientError):
         return error.exit
@@ -160,8 +150,8 @@ def reporting_errors() -> Iterator[None]:
     """Turn an expected error, or one of the surroundings, into one line on stderr and its code, and Ctrl-C into 130."""
     try:
         yield
-    except (PromptfedError, ClientError) as error:
-        text = plain(offences(error.errors) if isinstance(error, SpecError) else error, keep="\n")
+    except (errors.PromptfedError, ClientError) as error:
+        text = plain(errors.offences(error.errors) if isinstance(error, SpecError) else error, keep="\n")
         messages.print(f"promptfed: {escape(text)}", soft_wrap=True, highlight=False)
         raise typer.Exit(exit_code(error)) from None
     except Exception as error:

@@ -15,6 +15,7 @@ from promptfed.cli.bench_options import BenchOptions
 from promptfed.cli.common import refuse
 from promptfed.console.files import write_file
 from promptfed.console.output import console, messages, note, print_json, say, table, whole_numbers
+from promptfed.experiments.bench import tables
 from promptfed.experiments.bench.entries import RawSpec, parse_entries
 from promptfed.experiments.bench.plots import draw
 from promptfed.experiments.bench.presets import REDUCED_SEEDS, SEEDS, SUITES, preset_names, presets_of, read_preset
@@ -29,19 +30,6 @@ from promptfed.experiments.bench.runner import (
     provenance,
     read_run,
     write_json,
-)
-from promptfed.experiments.bench.tables import (
-    BELOW,
-    COSTS,
-    Measures,
-    TableRow,
-    cells,
-    far_below,
-    interleaved,
-    markdown,
-    measures_of,
-    measures_table,
-    rows_of,
 )
 from promptfed.shared import get_extra
 from promptfed.shared.errors import BadInput, PromptfedError
@@ -211,13 +199,13 @@ class BenchResults(BaseModel):
     setting: Setting
     methods: list[str]
     seeds: list[int]
-    table: list[TableRow]
+    table: list[tables.TableRow]
     runs: list[BenchRun]
     provenance: ResultProvenance
-    measures: list[Measures] = []
+    measures: list[tables.Measures] = []
 
 
-def finish(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[TableRow] = ()) -> BenchResults:
+def finish(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[tables.TableRow] = ()) -> BenchResults:
     """Run it, write ``results.json``, ``table.md`` and plots into the runner's folder, and show the table.
 
     ``paper`` are rows that a paper prints, shown behind ours of the same label.
@@ -226,7 +214,7 @@ def finish(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[TableRow
         PromptfedError: a federation that cannot be run; what was finished is kept and not run again.
     """
     runs = run_shown(bench, runner)
-    rows = interleaved(rows_of(bench, runs), paper)
+    rows = tables.interleaved(tables.rows_of(bench, runs), paper)
     results = BenchResults(
         protocol=bench.protocol.name,
         setting=bench.setting,
@@ -235,10 +223,10 @@ def finish(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[TableRow
         table=rows,
         runs=runs,
         provenance=provenance(),
-        measures=measures_of(runs),
+        measures=tables.measures_of(runs),
     )
     write_json(runner.out / "results.json", results)
-    lines = [markdown(bench, rows), *measures_table(results.measures)]
+    lines = [tables.markdown(bench, rows), *tables.measures_table(results.measures)]
     write_file(runner.out / "table.md", ("\n".join(lines) + "\n").encode())
     plots: list[str] = []
     try:
@@ -277,14 +265,14 @@ def run_suite(suite: str, runner: Runner, reduced: bool, seeds: str | None, as_j
         print_json(made)
 
 
-def _show(bench: Bench, rows: Sequence[TableRow]) -> None:
-    header, lines = cells(bench.columns, rows)
-    for columns in (range(1, len(header) - len(COSTS)), range(len(header) - len(COSTS), len(header))):
+def _show(bench: Bench, rows: Sequence[tables.TableRow]) -> None:
+    header, lines = tables.cells(bench.columns, rows)
+    for columns in (range(1, len(header) - len(tables.COSTS)), range(len(header) - len(tables.COSTS), len(header))):
         shown = [0, *columns]  # accuracies, then costs: one table would be too wide for most terminals
         console.print(table(None, [header[k] for k in shown], [[line[k] for k in shown] for line in lines]))
-    if any(BELOW in text for line in lines for text in line):
-        say(f"{BELOW}: below zero-shot.")
-    for remark in far_below(bench.columns, rows):
+    if any(tables.BELOW in text for line in lines for text in line):
+        say(f"{tables.BELOW}: below zero-shot.")
+    for remark in tables.far_below(bench.columns, rows):
         say(remark)
 
 

@@ -22,17 +22,7 @@ from promptfed.shared.data.pixels import Scale
 from promptfed.shared.errors import BadInput, Failed
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import UnknownMethod, make_method
-from promptfed.shared.methods.core.interface import (
-    Classifier,
-    ClientContext,
-    ClientInfo,
-    Fixed,
-    Method,
-    MethodError,
-    ServerContext,
-    Split,
-    check_admission,
-)
+from promptfed.shared.methods.core import interface
 from promptfed.shared.methods.core.registry import INSTALL
 from promptfed.shared.methods.core.several_labels import (
     BIAS,
@@ -46,7 +36,7 @@ from promptfed.shared.spec.spec import TEMPLATE, BackboneShape, SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors, method_part
 
-NOBODY = ClientInfo("nobody", "evaluator", 0, ())
+NOBODY = interface.ClientInfo("nobody", "evaluator", 0, ())
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ class AdaptedModel:
         greys = {client.grey for client in facts.participants if client.role == "trainer" and client.grey}
         return cls(terms, facts.round, tuple(facts.domains), method_part(state), tuple(sorted(greys)))
 
-    def make_method(self) -> Method:
+    def make_method(self) -> interface.Method:
         """The method with its hyperparameters. Raises PromptfedError if this promptfed does not have the method."""
         try:
             return make_method(self.terms.method)
@@ -87,8 +77,8 @@ class AdaptedModel:
         if method.personal and not method.state_tensors():
             return f"{method.name} shares nothing: each client keeps what it has learned"
         try:
-            check_admission(method, NOBODY, None, lambda: self._context(self.terms.backbone.shape))
-        except MethodError:
+            interface.check_admission(method, NOBODY, None, lambda: self._context(self.terms.backbone.shape))
+        except interface.MethodError:
             return f"{method.name} classifies with what each client keeps to itself, which the federation never sees"
         return None
 
@@ -98,10 +88,10 @@ class AdaptedModel:
         if reason is not None:
             raise BadInput(f"{reason}: ask a client's own service (`/v1/predict`)")
 
-    def _context(self, shape: BackboneShape | None) -> ServerContext:
+    def _context(self, shape: BackboneShape | None) -> interface.ServerContext:
         assert shape is not None, "a global state is made of the shape"
         terms = self.terms
-        return ServerContext(terms.training, shape, None, (), terms.seed, terms.rounds)
+        return interface.ServerContext(terms.training, shape, None, (), terms.seed, terms.rounds)
 
     def serve(self, backbone: Backbone, class_names: Sequence[str], temperature: float = 1.0) -> Served:
         """The adapted classifier over ``class_names``, and the zero-shot classifier of the template.
@@ -145,17 +135,17 @@ class AdaptedModel:
             text = f"the backbone here is {backbone.fingerprint}, the federation's was {expected}"
             raise BadInput(f"{text}: install the same version of promptfed and of the weights")
 
-    def _client_context(self, backbone: Backbone, names: tuple[str, ...]) -> ClientContext:
+    def _client_context(self, backbone: Backbone, names: tuple[str, ...]) -> interface.ClientContext:
         none = torch.zeros(0, dtype=torch.int64)
         features = torch.zeros(0, backbone.d_e)
-        return ClientContext(
+        return interface.ClientContext(
             backbone=backbone,
             terms=self.terms,
             class_names=names,
             template=self.terms.template or TEMPLATE,
             client=NOBODY.name,
             domain=None,
-            peers=tuple(ClientInfo(domain.name, "trainer", 0, (), domain) for domain in self.domains),
+            peers=tuple(interface.ClientInfo(domain.name, "trainer", 0, (), domain) for domain in self.domains),
             round=self.round,
             phase="evaluation",
             train=LocalSplit(
@@ -167,10 +157,10 @@ class AdaptedModel:
 class Tempered:
     """A classifier whose logits are divided by a temperature: confidences change, and no answer."""
 
-    def __init__(self, classifier: Classifier, temperature: float):
+    def __init__(self, classifier: interface.Classifier, temperature: float):
         self._classifier, self._temperature = classifier, temperature
 
-    def logits(self, split: Split, indices: torch.Tensor) -> torch.Tensor:
+    def logits(self, split: interface.Split, indices: torch.Tensor) -> torch.Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         return self._classifier.logits(split, indices) / self._temperature
 
@@ -187,15 +177,15 @@ def weights_of(served: Served) -> Tensors | None:
 
     With several labels also ``label_bias (1)``: a class is present where its cosine plus this number exceeds 0.
     """
-    inner: Classifier = served.classifier
+    inner: interface.Classifier = served.classifier
     bias = {}
     if isinstance(inner, ThresholdClassifier):
         bias[BIAS.name] = torch.tensor([inner.bias / served.context.backbone.logit_scale])
         inner = inner.classifier
-    weights = inner.weights() if isinstance(inner, Fixed) else None
+    weights = inner.weights() if isinstance(inner, interface.Fixed) else None
     if weights is None:
         return None
-    template = served.template.weights() if isinstance(served.template, Fixed) else None
+    template = served.template.weights() if isinstance(served.template, interface.Fixed) else None
     if template is not None:
         weights = weights | {"zero_shot_weights": template["class_weights"]}
     weights = weights | bias

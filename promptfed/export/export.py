@@ -17,22 +17,7 @@ from promptfed.export.snippet import backbone_files, carries_backbone, snippet
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import get_card, sign_card
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.api.export_card import (
-    FINAL_FILE,
-    GIVEN_NAMES,
-    JSON_FILE,
-    MARKDOWN_FILE,
-    MERGED_FILE,
-    SIGNATURE_FILE,
-    STATE_FILE,
-    WEIGHTS_FILE,
-    Card,
-    CardFile,
-    Facts,
-    Made,
-    Use,
-    classes_of,
-)
+from promptfed.shared.api import export_card
 from promptfed.shared.cards.card_text import described, markdown, version
 from promptfed.shared.clip import Backbone
 from promptfed.shared.errors import BadInput, Failed, PromptfedError
@@ -67,7 +52,7 @@ def export(
     options: ExportOptions,
     backbone: Backbone | None = None,
     coordinator: Coordinator | None = None,
-) -> Card:
+) -> export_card.Card:
     """Write the export into ``out`` and return its card. A failure leaves no files behind.
 
     Args:
@@ -91,8 +76,8 @@ def export(
         if coordinator is None:
             break
         try:
-            signed = coordinator.send(sign_card(facts.federation.id, facts.round, written[JSON_FILE])).view
-            written[SIGNATURE_FILE] = f"{signed.signature}\n".encode()
+            signed = coordinator.send(sign_card(facts.federation.id, facts.round, written[export_card.JSON_FILE])).view
+            written[export_card.SIGNATURE_FILE] = f"{signed.signature}\n".encode()
             break
         except PromptfedError as error:
             if error.kind in UNSIGNED:
@@ -112,53 +97,53 @@ class Contents:
 
     class_names: list[str] | None
     class_names_from: str | None
-    use: Use
+    use: export_card.Use
     snippet: str | None
     files: dict[str, bytes]
-    listed: dict[str, CardFile]
+    listed: dict[str, export_card.CardFile]
 
-    def with_card(self, facts: Facts) -> tuple[Card, dict[str, bytes]]:
+    def with_card(self, facts: export_card.Facts) -> tuple[export_card.Card, dict[str, bytes]]:
         """The card, and all files with it."""
-        card = Card(
+        card = export_card.Card(
             **dict(facts),
             class_names=self.class_names,
             class_names_from=self.class_names_from,
             use=self.use,
             files=self.listed,
-            made=Made(at=datetime.now(UTC).isoformat(timespec="seconds"), promptfed=version()),
+            made=export_card.Made(at=datetime.now(UTC).isoformat(timespec="seconds"), promptfed=version()),
         )
         text = markdown(card, self.snippet).encode()
-        card.files = dict(sorted({**self.listed, MARKDOWN_FILE: described(text, None)}.items()))
+        card.files = dict(sorted({**self.listed, export_card.MARKDOWN_FILE: described(text, None)}.items()))
         body = (json.dumps(card.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n").encode()
-        return card, {**self.files, MARKDOWN_FILE: text, JSON_FILE: body}
+        return card, {**self.files, export_card.MARKDOWN_FILE: text, export_card.JSON_FILE: body}
 
 
 def _contents(
     result: FederationResult, model: AdaptedModel, options: ExportOptions, backbone: Backbone | None
 ) -> Contents:
     """All files except the card."""
-    names, source = classes_of(result.federation)
+    names, source = export_card.classes_of(result.federation)
     if options.class_names:
-        names, source = list(options.class_names), GIVEN_NAMES
+        names, source = list(options.class_names), export_card.GIVEN_NAMES
     why_none, weights = _why_no_weights(model, names), None
-    files = {STATE_FILE: _exported(result.body)}
+    files = {export_card.STATE_FILE: _exported(result.body)}
     if result.final_body:
-        files[FINAL_FILE] = _exported(result.final_body)
+        files[export_card.FINAL_FILE] = _exported(result.final_body)
     if why_none is None and names is not None:
         backbone = backbone or open_backbone_of(model, options.allow_backbone)
         weights = weights_of(model.serve(backbone, names))
         if weights is None:
             why_none = f"{model.terms.method['name']} needs promptfed's own towers, or texts that depend on the image"
         else:
-            files[WEIGHTS_FILE] = encode(weights)
+            files[export_card.WEIGHTS_FILE] = encode(weights)
             files |= backbone_files(backbone) if carries_backbone(model.terms.backbone) else {}
     if options.merged:
         backbone = backbone or open_backbone_of(model, options.allow_backbone)
-        files[MERGED_FILE] = encode(model.merged(backbone, names or ()))
-    tensors = {STATE_FILE: model.state, WEIGHTS_FILE: weights}
+        files[export_card.MERGED_FILE] = encode(model.merged(backbone, names or ()))
+    tensors = {export_card.STATE_FILE: model.state, export_card.WEIGHTS_FILE: weights}
     listed = {name: described(body, tensors.get(name)) for name, body in sorted(files.items())}
     alone = model.missing() is None and names is not None
-    use = Use(open_clip=weights is not None, promptfed=alone, why_not_open_clip=why_none)
+    use = export_card.Use(open_clip=weights is not None, promptfed=alone, why_not_open_clip=why_none)
     code = snippet(model.terms.backbone, weights) if weights is not None else None
     return Contents(names, source, use, code, files, listed)
 
@@ -212,14 +197,14 @@ def _write(files: dict[str, bytes], out: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def show_export(card: Card, out: Path, as_json: bool) -> None:
+def show_export(card: export_card.Card, out: Path, as_json: bool) -> None:
     """Show the written files."""
     if as_json:
         print_json(card.model_dump(mode="json"))
         return
     total = sum(file.bytes for file in card.files.values())
     head = f"Wrote {out} ({size(total)}): {card.method['name']} of {card.federation.name}, round {card.round}."
-    lines = [head, f"Read {MARKDOWN_FILE} in it: it says how to use the rest."]
+    lines = [head, f"Read {export_card.MARKDOWN_FILE} in it: it says how to use the rest."]
     if card.use.why_not_open_clip:
         lines.append(f"No class weights for plain open_clip code: {card.use.why_not_open_clip}.")
     for line in lines:

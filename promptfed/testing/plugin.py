@@ -85,7 +85,7 @@ def _expected(registry: Registry, id: str, client: str, phase: str) -> Expected:
     """What goes up in a phase by the method's own word."""
     federation, spec = registry.get(id), registry.get(id).spec
     phases = {one.name: one for round in (1, 2, spec.rounds) for one in federation.method.phases(round, spec.rounds)}
-    return federation.method.expected_update(phases[phase], federation.clients[client].info(), federation.context())
+    return federation.method.expected_update(phases[phase], federation.clients[client], federation.context())
 
 
 @pytest.fixture

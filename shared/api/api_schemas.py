@@ -10,18 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from promptfed.shared import messages
 from promptfed.shared.api.report_schemas import SpentPrivacy
-from promptfed.shared.messages import (
-    Domain,
-    EnrolledProtection,
-    FederationState,
-    GreyScale,
-    Message,
-    PrivacyEvent,
-    Role,
-    Task,
-    TaskKind,
-)
 from promptfed.shared.service.addresses import check_addresses
 from promptfed.shared.spec.section import left_out, option
 from promptfed.shared.spec.sections import SelectionSpec
@@ -107,7 +97,7 @@ class Awaited(BaseModel):
 class StageView(BaseModel):
     """The open (or closing) phase or evaluation."""
 
-    kind: TaskKind
+    kind: messages.TaskKind
     round: int
     phase: str
     deadline: datetime | None
@@ -181,7 +171,7 @@ class FederationView(BaseModel):
 
     id: str
     name: str
-    state: FederationState
+    state: messages.FederationState
     unreadable: str | None = left_out(
         None, "why this coordinator does nothing with it: stored rows that it cannot read, or an absent method"
     )
@@ -232,7 +222,7 @@ class DryRun(BaseModel):
     spec: FederationSpec
 
 
-class RunText(Message):
+class RunText(messages.Message):
     """The text of a run file."""
 
     text: Annotated[str, Field(max_length=100_000)]
@@ -270,17 +260,17 @@ class ClientView(BaseModel):
 
     client_id: str
     name: str
-    role: Role
+    role: messages.Role
     status: Literal["active", "withdrawn"]
     joined: bool = Field(description="whether the state knows it; a newcomer joins when a round opens")
     reset: bool = Field(description="whether its name waits for a new secret")
     num_samples: int
     num_classes: int
-    domain: Domain | None
+    domain: messages.Domain | None
     device: str
     release: str | None = Field(default=None, description="of promptfed; null before 0.2.0")
     system: str | None = Field(default=None, description="operating system, processor, Python; null before 0.3.0")
-    grey: GreyScale = None
+    grey: messages.GreyScale = None
     enrolled_at: datetime
     last_seen: datetime | None
     refusals: int
@@ -300,7 +290,7 @@ class Receipt(BaseModel):
     task_id: str
     status: Literal["accepted", "failed"]
     sha256: str | None = left_out(None, "of a body of tensors, as it is stored")
-    next: Task | None = left_out(None, "the client's next task, if it asked for that")
+    next: messages.Task | None = left_out(None, "the client's next task, if it asked for that")
 
 
 class UpdateReceipt(Receipt):
@@ -321,12 +311,12 @@ class Health(BaseModel):
     status: Literal["ok"]
 
 
-class TokenRequest(Message):
+class TokenRequest(messages.Message):
     """Whom an enrolment token shall let in, and how long."""
 
     hours: float | None = option(None, "default: the coordinator's setting", gt=0, le=24 * 366)
     name: Name | None = option(None, "by which it is listed; default: its id")
-    role: Role | None = option(None, "the only one that those may have who enrol with it")
+    role: messages.Role | None = option(None, "the only one that those may have who enrol with it")
     uses: int = option(1, "how many clients can enrol with it", ge=1, le=100_000)
     client: str | None = option(None, "the one client whose reset name it gives back; uses is 1", max_length=100)
     address: str | None = option(
@@ -353,7 +343,7 @@ class MintedToken(BaseModel):
     id: str
     name: str
     uses: int
-    role: Role | None
+    role: messages.Role | None
     invitation: str | None = option(None, "for `promptfed join`, where an address was given")
 
 
@@ -371,7 +361,7 @@ class TokenView(BaseModel):
 
     id: str
     name: str
-    role: Role | None
+    role: messages.Role | None
     client: str | None = Field(description="the one reset name that it is for")
     uses: int
     used: int
@@ -390,7 +380,7 @@ class TokenPage(BaseModel):
     next: str | None
 
 
-class OperatorRequest(Message):
+class OperatorRequest(messages.Message):
     """A token for an operator."""
 
     name: Annotated[Name, Field(description="the person's or program's, as the audit log will have it")]
@@ -499,7 +489,7 @@ class SpendView(BaseModel):
     task_id: str
     split: Literal["train", "test"] = "train"
     release: str | None
-    events: list[PrivacyEvent]
+    events: list[messages.PrivacyEvent]
     epsilon: float = Field(description="of the client's ledger after it, by its own word")
     epsilon_replace_one: float | None = None
     delta: float
@@ -519,7 +509,7 @@ class ClientPrivacy(BaseModel):
     """What one client plans, by its own word, and what its releases have cost in this federation."""
 
     client: str
-    planned: EnrolledProtection | None
+    planned: messages.EnrolledProtection | None
     spent: list[float | None] = Field(description="ε after each release, in order, as the coordinator computes it")
     last: SpentPrivacy | None = Field(description="after the last release, beside what its ledger is said to hold")
 

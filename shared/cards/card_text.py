@@ -10,22 +10,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from promptfed.shared.api.export_card import (
-    BACKBONE_CONFIG,
-    BACKBONE_FOLDER,
-    BACKBONE_WEIGHTS,
-    FINAL_FILE,
-    JSON_FILE,
-    MERGED_FILE,
-    STATE_FILE,
-    WEIGHTS_FILE,
-    Accuracies,
-    Card,
-    CardFile,
-    Participant,
-    SumsSummary,
-    TensorShape,
-)
+from promptfed.shared.api import export_card
 from promptfed.shared.cards.privacy_text import of_privacy
 from promptfed.shared.methods import METHODS
 from promptfed.shared.metrics.estimates import mean_interval
@@ -34,12 +19,12 @@ from promptfed.shared.plain_text import markdown as plain_markdown
 
 MOST_CLASSES = 12  # clients that are named individually
 WHAT = {
-    STATE_FILE: "the global state, as the coordinator holds it",
-    FINAL_FILE: "the last round's state, which is not the best one",
-    MERGED_FILE: "open_clip's model with the state's changes of weights in it",
-    WEIGHTS_FILE: "what plain open_clip code classifies with",
-    BACKBONE_CONFIG: "the backbone, which open_clip cannot load by name",
-    BACKBONE_WEIGHTS: "its weights",
+    export_card.STATE_FILE: "the global state, as the coordinator holds it",
+    export_card.FINAL_FILE: "the last round's state, which is not the best one",
+    export_card.MERGED_FILE: "open_clip's model with the state's changes of weights in it",
+    export_card.WEIGHTS_FILE: "what plain open_clip code classifies with",
+    export_card.BACKBONE_CONFIG: "the backbone, which open_clip cannot load by name",
+    export_card.BACKBONE_WEIGHTS: "its weights",
 }
 FURTHER = {"majority": "majority", "auroc": "AUROC", "macro_f1": "macro-F1", "ece": "ECE"}
 
@@ -49,18 +34,18 @@ def version() -> str:
     return metadata.version("promptfed")
 
 
-def described(body: bytes, tensors: Mapping[str, Any] | None) -> CardFile:
+def described(body: bytes, tensors: Mapping[str, Any] | None) -> export_card.CardFile:
     """A file's entry in the card, with the shapes of its ``tensors``."""
     shapes = None
     if tensors is not None:
         shapes = {
-            name: TensorShape(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+            name: export_card.TensorShape(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
             for name, tensor in sorted(tensors.items())
         }
-    return CardFile(bytes=len(body), sha256=hashlib.sha256(body).hexdigest(), tensors=shapes)
+    return export_card.CardFile(bytes=len(body), sha256=hashlib.sha256(body).hexdigest(), tensors=shapes)
 
 
-def _origin(card: Card) -> dict[str, str]:
+def _origin(card: export_card.Card) -> dict[str, str]:
     """Where the federation started, and under what licence its result is."""
     facts = {} if card.licence is None else {"licence": markdown_cell(card.licence)}
     if (chosen := card.selection) is not None:
@@ -72,7 +57,7 @@ def _origin(card: Card) -> dict[str, str]:
     return facts
 
 
-def _sent(card: Card) -> str:
+def _sent(card: export_card.Card) -> str:
     sent = card.bytes
     if sent is None:
         return "withheld: it would tell how many took part; not one image"
@@ -80,7 +65,7 @@ def _sent(card: Card) -> str:
     return f"{size(sent.up)} up, {size(sent.down)} down{a_round}, and not one image"
 
 
-def markdown(card: Card, snippet: str | None) -> str:
+def markdown(card: export_card.Card, snippet: str | None) -> str:
     """The card's text; ``snippet`` is example code for plain open_clip, if there is any."""
     backbone, name = card.backbone, card.method["name"]
     trained = sum(participant.role == "trainer" for participant in card.participants)
@@ -125,12 +110,12 @@ def markdown(card: Card, snippet: str | None) -> str:
         *_use(card, snippet),
         "## Files",
         _table(["file", "what", "bytes", "SHA-256"], files),
-        f"`{JSON_FILE}` holds the same for programs. Made by promptfed {made}.",
+        f"`{export_card.JSON_FILE}` holds the same for programs. Made by promptfed {made}.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _sums(given: SumsSummary | None) -> list[str]:
+def _sums(given: export_card.SumsSummary | None) -> list[str]:
     """Who could see which data during training."""
     if given is None or given.smallest_sum is None:
         return []
@@ -140,7 +125,7 @@ def _sums(given: SumsSummary | None) -> list[str]:
     ]
 
 
-def _use(card: Card, snippet: str | None) -> list[str]:
+def _use(card: export_card.Card, snippet: str | None) -> list[str]:
     name, use = card.method["name"], card.use
     parts = []
     if snippet is not None:
@@ -157,20 +142,20 @@ def _use(card: Card, snippet: str | None) -> list[str]:
     if METHODS[name].of_names:
         text = "for others, `promptfed export --classes` again"
         parts += [f"{name} learns a generator: it made the context for exactly these class names; {text}."]
-    if BACKBONE_WEIGHTS in card.files:
-        parts += [f"The backbone is in no registry of open_clip's, so it lies in `{BACKBONE_FOLDER}/`."]
+    if export_card.BACKBONE_WEIGHTS in card.files:
+        parts += [f"The backbone is in no registry of open_clip's, so it lies in `{export_card.BACKBONE_FOLDER}/`."]
     if card.round < card.rounds and card.selection is None and card.stopped is None:
         parts += [f"The federation had {card.rounds} rounds to go through: this is a state on the way."]
     return parts
 
 
-def _has_a_mixture(card: Card) -> bool:
+def _has_a_mixture(card: export_card.Card) -> bool:
     """Whether each domain has class weights: ``(k, C, d_e)`` instead of ``(C, d_e)``."""
-    file = card.files.get(WEIGHTS_FILE)
+    file = card.files.get(export_card.WEIGHTS_FILE)
     return file is not None and file.tensors is not None and len(file.tensors["class_weights"].shape) == 3
 
 
-def _classes(card: Card) -> str:
+def _classes(card: export_card.Card) -> str:
     names = card.class_names
     if not names:
         return "not named: each client used its own"
@@ -179,7 +164,7 @@ def _classes(card: Card) -> str:
     return f"{len(names)} (from {card.class_names_from}): {shown}{more}"
 
 
-def accuracies(measured: Accuracies | None) -> str:
+def accuracies(measured: export_card.Accuracies | None) -> str:
     """The clients' accuracies as a table, with macro-F1 and ECE if any client reported them."""
     if measured is None:
         return "Nobody has measured any yet."
@@ -219,7 +204,7 @@ def accuracies(measured: Accuracies | None) -> str:
     return f"{text}\n\n{_table(head, rows)}"
 
 
-def _participants(participants: list[Participant]) -> str:
+def _participants(participants: list[export_card.Participant]) -> str:
     rows = [
         [
             plain_markdown(client.name),
@@ -234,7 +219,7 @@ def _participants(participants: list[Participant]) -> str:
     return _table(["client", "role", "domain", "images", "classes", "updates counted"], rows)
 
 
-def _greys(participants: list[Participant]) -> list[str]:
+def _greys(participants: list[export_card.Participant]) -> list[str]:
     """How each client reads grey pictures of more than 8 bits, in a line; nothing where nobody has any."""
     scales = [f"{plain_markdown(one.name)}: {scale_text(one.grey)}" for one in participants if one.grey is not None]
     return [f"Grey pictures of more than 8 bits were read as ({'; '.join(scales)})."] if scales else []

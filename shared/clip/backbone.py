@@ -16,7 +16,6 @@ from torch import Tensor
 
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.fingerprint import config_digest, content_key, weights_fingerprint
-from promptfed.shared.clip.recent import Recent
 from promptfed.shared.clip.tokenizers import tokenizer_of
 from promptfed.shared.clip.towers import copies, vision
 from promptfed.shared.clip.towers.dense import DenseEncoder
@@ -33,6 +32,7 @@ from promptfed.shared.clip.towers.text import (
 )
 from promptfed.shared.clip.towers.text import Path as TextPath
 from promptfed.shared.data.image_files import Cut, middle
+from promptfed.shared.recent import Recent
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors.transfer import sent_to
 
@@ -326,7 +326,7 @@ class Backbone:
             return make_class_prompts(self._tokenizer, class_names, context_length, self._text.pooled_position)
 
         named = class_names if isinstance(class_names, str) else tuple(class_names)
-        return self._tokenised.get((named, context_length), make)
+        return self._tokenised.made((named, context_length), make)
 
     def template_prompts(self, class_names: Sequence[str], texts: Sequence[str], words: str, most: int) -> ClassPrompts:
         """The whole ``texts`` of the classes, which begin with ``words``: the last of these stand where a context goes.
@@ -340,7 +340,7 @@ class Backbone:
             ids, start, length = self._tokenizer.template_ids(texts, words, most)
             return prompts_of(class_names, ids, start, length, self._text.pooled_position(ids))
 
-        return self._tokenised.get((tuple(texts), words, most), make)
+        return self._tokenised.made((tuple(texts), words, most), make)
 
     @torch.no_grad()
     def words_of(self, prompts: ClassPrompts) -> Tensor:
@@ -385,7 +385,7 @@ class Backbone:
                 features = self._encode_prompts(context, prompts, deep, lead, kind, per_class, normalize)
             return features, features._version
 
-        features, version = self._prompted.get(key, make)
+        features, version = self._prompted.made(key, make)
         if features._version != version:
             raise RuntimeError("text features that others use too were changed in place: change a copy")
         return features

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from promptfed.shared.secagg import SecureError
+from promptfed.shared.secagg import SecureError, messages
 from promptfed.shared.secagg.keys import (
     agree,
     derive,
@@ -21,21 +21,6 @@ from promptfed.shared.secagg.keys import (
     sign,
 )
 from promptfed.shared.secagg.masks import Words, masked
-from promptfed.shared.secagg.messages import (
-    LEAST_CLIENTS,
-    ConfirmAnswer,
-    ConfirmJob,
-    Entry,
-    KeysAnswer,
-    Limits,
-    MaskJob,
-    Roster,
-    SharesAnswer,
-    UnmaskAnswer,
-    UnmaskJob,
-    alive_digest,
-    effective_clients,
-)
 from promptfed.shared.secagg.shares import SHARE_BYTES, Pair, commitment, expect_share, seed_digest, split
 
 NONCE = bytes(12)  # each key encrypts only one box
@@ -56,9 +41,9 @@ class Secrets:
         return cls(identity, new_pair(), new_pair(), secrets.token_bytes(32))
 
 
-def signed_entry(own: Secrets, about: Mapping[str, object]) -> KeysAnswer:
+def signed_entry(own: Secrets, about: Mapping[str, object]) -> messages.KeysAnswer:
     """Step 0: the signed entry with the client's public keys (`Entry`)."""
-    entry = Entry.model_validate(
+    entry = messages.Entry.model_validate(
         {
             **about,
             "identity_key": public_identity(own.identity).hex(),
@@ -66,10 +51,10 @@ def signed_entry(own: Secrets, about: Mapping[str, object]) -> KeysAnswer:
             "share_key": public_of(own.share_key).hex(),
         }
     )
-    return KeysAnswer(entry=entry, signature=sign(own.identity, "keys", entry.model_dump(mode="json")).hex())
+    return messages.KeysAnswer(entry=entry, signature=sign(own.identity, "keys", entry.model_dump(mode="json")).hex())
 
 
-def expect_roster(roster: Roster, place: int, limits: Limits) -> None:
+def expect_roster(roster: messages.Roster, place: int, limits: messages.Limits) -> None:
     """Check, before any secret is shared, that members with unverified keys are too few to open a single change.
 
     Let n be the number of clients, t the threshold and c the number of invented clients. The invented clients can get
@@ -92,19 +77,19 @@ def expect_roster(roster: Roster, place: int, limits: Limits) -> None:
         raise SecureError("policy-peers", f"{text} (secure_aggregation.unverified)")
 
 
-def _listed(roster: Roster, places: set[int], limits: Limits) -> int:
+def _listed(roster: messages.Roster, places: set[int], limits: messages.Limits) -> int:
     """The number of ``places`` whose fingerprint is in the site's policy."""
     entries = (roster.entries[place] for place in places)
     return sum(fingerprint(bytes.fromhex(entry.identity_key)) in limits.peers for entry in entries)
 
 
-def share_secrets(own: Secrets, roster: Roster, place: int) -> tuple[SharesAnswer, Pair]:
+def share_secrets(own: Secrets, roster: messages.Roster, place: int) -> tuple[messages.SharesAnswer, Pair]:
     """Step 1: encrypted shares of the seed and the mask key for each other client, and the client's own two shares."""
     at = [holder + 1 for holder in roster.entries]
     seeds = split(own.seed, roster.threshold, at)
     keys = split(own.mask_key, roster.threshold, at)
     pairs = {to: (seeds[to + 1], keys[to + 1]) for to in roster.entries}
-    answer = SharesAnswer(
+    answer = messages.SharesAnswer(
         roster_sha256=roster.sha256.hex(),
         boxes=[_box(own, roster, place, to, b"".join(pair)) for to, pair in pairs.items() if to != place],
         commitments=[commitment(roster.sha256, place, to, pair) for to, pair in pairs.items()],
@@ -113,17 +98,19 @@ def share_secrets(own: Secrets, roster: Roster, place: int) -> tuple[SharesAnswe
     return answer, pairs[place]
 
 
-def _box(own: Secrets, roster: Roster, sender: int, recipient: int, content: bytes) -> bytes:
+def _box(own: Secrets, roster: messages.Roster, sender: int, recipient: int, content: bytes) -> bytes:
     peer = bytes.fromhex(roster.entries[recipient].share_key)
     key = derive(agree(own.share_key, peer), "share", roster.sha256, public_of(own.share_key), peer)
     return ChaCha20Poly1305(key).encrypt(NONCE, content, _about(roster, sender, recipient))
 
 
-def _about(roster: Roster, sender: int, recipient: int) -> bytes:
+def _about(roster: messages.Roster, sender: int, recipient: int) -> bytes:
     return roster.sha256 + roster.hashes[sender] + roster.hashes[recipient]
 
 
-def open_boxes(own: Secrets, roster: Roster, place: int, job: MaskJob, limits: Limits) -> dict[int, Pair]:
+def open_boxes(
+    own: Secrets, roster: messages.Roster, place: int, job: messages.MaskJob, limits: messages.Limits
+) -> dict[int, Pair]:
     """Step 2, receiving: a pair of shares from each other client that has shared.
 
     Raises:
@@ -146,7 +133,7 @@ def open_boxes(own: Secrets, roster: Roster, place: int, job: MaskJob, limits: L
     return pairs
 
 
-def _open(own: Secrets, roster: Roster, sender: int, recipient: int, box: bytes, committed: bytes) -> Pair:
+def _open(own: Secrets, roster: messages.Roster, sender: int, recipient: int, box: bytes, committed: bytes) -> Pair:
     peer = bytes.fromhex(roster.entries[sender].share_key)
     key = derive(agree(own.share_key, peer), "share", roster.sha256, peer, public_of(own.share_key))
     try:
@@ -165,14 +152,14 @@ def _open(own: Secrets, roster: Roster, sender: int, recipient: int, box: bytes,
     return pair
 
 
-def mask_vector(own: Secrets, roster: Roster, place: int, sharing: Sequence[int], vector: Words) -> Words:
+def mask_vector(own: Secrets, roster: messages.Roster, place: int, sharing: Sequence[int], vector: Words) -> Words:
     """Step 2, sending: ``vector`` plus the self mask and the pair masks with all others that have shared."""
     peers = [other for other in roster.others(place) if other in set(sharing)]
     keys = [bytes.fromhex(roster.entries[other].mask_key) for other in peers]
     return masked(vector, own.seed, own.mask_key, keys, roster.sha256)
 
 
-def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits) -> set[int]:
+def expect_set(roster: messages.Roster, places: Sequence[int], place: int, limits: messages.Limits) -> set[int]:
     """Check the set of clients in a sum, which must include this client, and return it.
 
     Raises:
@@ -182,7 +169,7 @@ def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits
     chosen = set(places)
     if list(places) != sorted(chosen) or not chosen <= set(range(len(roster.hashes))) or place not in chosen:
         raise SecureError("bad-roster", "the list is not one of this roster's clients, with this one among them")
-    least = max(LEAST_CLIENTS, limits.minimum, roster.threshold)
+    least = max(messages.LEAST_CLIENTS, limits.minimum, roster.threshold)
     if len(chosen) < least:
         raise SecureError("policy-minimum", f"the sum would be over {len(chosen)} clients; {least} are the least")
     weights = {member: roster.weights[member] for member in chosen}
@@ -191,7 +178,7 @@ def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits
     if share > limits.max_own_share:
         text = f"this client's own part of the sum would be {share:.3f}; {limits.max_own_share:g} is the most"
         raise SecureError("policy-share", f"{text}: take aggregation.weighting uniform, or a max_weight_share")
-    effective = effective_clients(weights.values())
+    effective = messages.effective_clients(weights.values())
     if effective < limits.min_effective:
         text = f"the sum would count as one of {effective:.2f} clients of equal weight; {limits.min_effective:g} are"
         raise SecureError("policy-effective", f"{text} the least: take aggregation.weighting uniform")
@@ -203,8 +190,13 @@ def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits
 
 
 def confirm_list(
-    own: Secrets, roster: Roster, place: int, sharing: Sequence[int], job: ConfirmJob, limits: Limits
-) -> ConfirmAnswer:
+    own: Secrets,
+    roster: messages.Roster,
+    place: int,
+    sharing: Sequence[int],
+    job: messages.ConfirmJob,
+    limits: messages.Limits,
+) -> messages.ConfirmAnswer:
     """Step 3: the signature of the list of clients whose vectors count.
 
     Raises:
@@ -215,12 +207,12 @@ def confirm_list(
             "bad-roster", "who counts and who does not are together not those whom this client masked with"
         )
     expect_set(roster, job.alive, place, limits)
-    digest = alive_digest([roster.hashes[member] for member in job.alive])
+    digest = messages.alive_digest([roster.hashes[member] for member in job.alive])
     signature = sign(own.identity, "confirm", confirmed(roster, place, digest))
-    return ConfirmAnswer(alive_sha256=digest, signature=signature.hex())
+    return messages.ConfirmAnswer(alive_sha256=digest, signature=signature.hex())
 
 
-def confirmed(roster: Roster, place: int, alive_sha256: str) -> dict[str, object]:
+def confirmed(roster: messages.Roster, place: int, alive_sha256: str) -> dict[str, object]:
     """The document that a confirmation signs."""
     entry = roster.entries[place]
     where = {"federation_id": entry.federation_id, "round": entry.round, "phase": entry.phase, "attempt": entry.attempt}
@@ -228,27 +220,27 @@ def confirmed(roster: Roster, place: int, alive_sha256: str) -> dict[str, object
 
 
 def reveal_shares(
-    roster: Roster, place: int, confirm: ConfirmJob, held: Mapping[int, Pair], job: UnmaskJob
-) -> UnmaskAnswer:
+    roster: messages.Roster, place: int, confirm: messages.ConfirmJob, held: Mapping[int, Pair], job: messages.UnmaskJob
+) -> messages.UnmaskAnswer:
     """Step 4: from ``held`` (own place included) seed shares of counted clients and mask key shares of the others.
 
     Raises:
         SecureError: ``bad-roster`` if fewer clients than the threshold have signed this client's list.
     """
-    digest = alive_digest([roster.hashes[member] for member in confirm.alive])
+    digest = messages.alive_digest([roster.hashes[member] for member in confirm.alive])
     signers = [signer for signer, signature in job.signatures if _has_signed(roster, place, signer, digest, signature)]
     if len(signers) < len(job.signatures) or len(set(signers)) < len(signers) or len(signers) < roster.threshold:
         text = f"{len(set(signers))} of {len(job.signatures)} signatures are of this client's own list"
         raise SecureError("bad-roster", f"{text}; {roster.threshold} are needed")
     alive, dropped = set(confirm.alive), set(confirm.dropped)
     assert not alive & dropped, "nobody's seed and mask key are both told"
-    return UnmaskAnswer(
+    return messages.UnmaskAnswer(
         seeds=[(owner, held[owner][0]) for owner in sorted(held) if owner in alive],
         keys=[(owner, held[owner][1]) for owner in sorted(held) if owner in dropped],
     )
 
 
-def _has_signed(roster: Roster, place: int, signer: int, digest: str, signature: str) -> bool:
+def _has_signed(roster: messages.Roster, place: int, signer: int, digest: str, signature: str) -> bool:
     entry = roster.entries.get(signer)
     if entry is None:
         return False

@@ -22,7 +22,10 @@ def played(registry: Registry, id: str, rounds: int, clients: int) -> None:
     """Make it one that has finished: in each of ``rounds`` all ``clients`` have sent an update and an evaluation."""
     federation = registry.get(id)
     names = [f"client-{number:05}" for number in range(clients)]
-    members = {name: Client(f"cli-{name}", name, "trainer", f"digest of {name}", 5, ("a", "b"), None) for name in names}
+    members = {
+        name: Client(name, "trainer", 5, ("a", "b"), id=f"cli-{name}", secret_digest=f"digest of {name}")
+        for name in names
+    }
     run = replace(federation.run, round=rounds, state="finished")
     with registry.exclusively():
         registry.federations = {**registry.federations, id: replace(federation, clients=members, run=run)}

@@ -278,12 +278,12 @@ def _check_method(federation: Federation, client: Client, shape: BackboneShape) 
     except MethodError as error:
         raise problems.CannotStart(str(error)) from None
     member = federation.run.members.get(client.name)
-    former = federation.clients[client.name].info() if member is not None and member.joined else None
+    former = federation.clients[client.name] if member is not None and member.joined else None
     alone = seen.context([])
     try:
         _check_delta(federation, client)
         federation.method.check_classes(federation.method.label_space(alone.class_names, client.class_names))
-        check_admission(federation.method, client.info(), former, lambda: _others(seen, client))
+        check_admission(federation.method, client, former, lambda: _others(seen, client))
     except MethodError as error:
         raise problems.UnfitClient(str(error)) from None
 

@@ -8,22 +8,9 @@ from fastapi import Query, Request, Response, status
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.engine import audit
-from promptfed.coordinator.http import openapi
+from promptfed.coordinator.http import deps, openapi
 from promptfed.coordinator.http.callers import address_of
 from promptfed.coordinator.http.certificates import check_certificate, fingerprint
-from promptfed.coordinator.http.deps import (
-    After,
-    Calling,
-    ClientId,
-    EnrollingBy,
-    Informed,
-    Limit,
-    Operated,
-    RegistryOf,
-    SettingsOf,
-    TokenId,
-    Viewed,
-)
 from promptfed.coordinator.http.receipts import Stored
 from promptfed.coordinator.resources.clients import operations, tokens
 from promptfed.coordinator.resources.clients.views import client_view
@@ -37,7 +24,7 @@ router = openapi.router(prefix="/v1/federations/{federation}", tags=["enrolment"
 
 
 @router.get("/enrolment", responses=openapi.for_callers())
-def get_enrolment(caller: EnrollingBy) -> EnrolmentInfo:
+def get_enrolment(caller: deps.EnrollingBy) -> EnrolmentInfo:
     """What a client must know before it can enrol."""
     return operations.enrolment_info(caller.federation)
 
@@ -75,7 +62,9 @@ def get_enrolment(caller: EnrollingBy) -> EnrolmentInfo:
         ),
     },
 )
-async def post_client(request: Request, registry: RegistryOf, caller: EnrollingBy, enrolment: EnrolRequest) -> Response:
+async def post_client(
+    request: Request, registry: deps.RegistryOf, caller: deps.EnrollingBy, enrolment: EnrolRequest
+) -> Response:
     """Enrol under a name, with a secret that the client has created. The secret is its bearer token from then on."""
     registry.committer.notice()
     request.state.newcomer = caller.federation.id, enrolment.name, caller.token  # whose refusal operators see
@@ -87,7 +76,9 @@ async def post_client(request: Request, registry: RegistryOf, caller: EnrollingB
 
 
 @router.get("/clients", responses=openapi.for_callers())
-def list_clients(registry: RegistryOf, federation: Informed, limit: Limit = 100, after: After = None) -> ClientPage:
+def list_clients(
+    registry: deps.RegistryOf, federation: deps.Informed, limit: deps.Limit = 100, after: deps.After = None
+) -> ClientPage:
     """The enrolled clients in order of name, with their last request and last refusal."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
@@ -101,9 +92,9 @@ def list_clients(registry: RegistryOf, federation: Informed, limit: Limit = 100,
     responses=openapi.for_callers(problems.WrongState, problems.StorageFull, problems.UpdatesMasked),
 )
 def withdraw_client(
-    registry: RegistryOf,
-    federation: Operated,
-    client_id: ClientId,
+    registry: deps.RegistryOf,
+    federation: deps.Operated,
+    client_id: deps.ClientId,
     discard: Annotated[bool, Query(description="drop its accepted update of the open phase too")] = False,
 ) -> None:
     """Withdraw a client: its open task is cancelled, it gets no further tasks, and its requests are refused."""
@@ -117,7 +108,7 @@ def withdraw_client(
     status_code=status.HTTP_204_NO_CONTENT,
     responses=openapi.for_callers(problems.Withdrawn, problems.WrongState, problems.StorageFull),
 )
-def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> None:
+def withdraw_itself(request: Request, registry: deps.RegistryOf, caller: deps.Calling) -> None:
     """Leave the federation: a withdrawal by the client itself. Its update of the open phase does not count."""
     audit.actor.set(audit.Actor(caller.client.name, "client", address_of(request)))
     operations.withdraw(registry, caller.federation.id, caller.client.id, discard=True)
@@ -128,7 +119,7 @@ def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> 
     status_code=status.HTTP_204_NO_CONTENT,
     responses=openapi.for_callers(problems.WrongState, problems.StorageFull),
 )
-async def delete_updates(registry: RegistryOf, federation: Operated, client_id: ClientId) -> None:
+async def delete_updates(registry: deps.RegistryOf, federation: deps.Operated, client_id: deps.ClientId) -> None:
     """Delete the tensors that a client has sent, after its withdrawal or the federation's end. Reports stay.
 
     If the state has a part for this client alone, the part is removed.
@@ -137,7 +128,7 @@ async def delete_updates(registry: RegistryOf, federation: Operated, client_id: 
 
 
 @router.post("/clients/{client_id}/reset", responses=openapi.for_callers(problems.StorageFull))
-def reset_client(registry: RegistryOf, federation: Operated, client_id: ClientId) -> ClientView:
+def reset_client(registry: deps.RegistryOf, federation: deps.Operated, client_id: deps.ClientId) -> ClientView:
     """Void the client's secret, so that its name can enrol again with a token for this name. Its id stays."""
     operations.reset(registry, federation.id, client_id)
     with registry.database.read() as session:
@@ -150,14 +141,16 @@ def reset_client(registry: RegistryOf, federation: Operated, client_id: ClientId
     responses=openapi.for_callers(problems.NameTaken, problems.WrongState, problems.StorageFull),
 )
 def mint_token(
-    registry: RegistryOf, settings: SettingsOf, federation: Operated, request: TokenRequest | None = None
+    registry: deps.RegistryOf, settings: deps.SettingsOf, federation: deps.Operated, request: TokenRequest | None = None
 ) -> MintedToken:
     """Create an enrolment token for one client, or for ``uses`` clients; with an address, also an invitation."""
     return tokens.mint(registry, federation.id, request or TokenRequest(), settings.token_hours, fingerprint(settings))
 
 
 @router.get("/enrolment-tokens", responses=openapi.for_callers())
-def list_tokens(registry: RegistryOf, federation: Viewed, limit: Limit = 100, after: After = None) -> TokenPage:
+def list_tokens(
+    registry: deps.RegistryOf, federation: deps.Viewed, limit: deps.Limit = 100, after: deps.After = None
+) -> TokenPage:
     """Enrolment tokens without their secrets: their limits, and the clients that enrolled with them."""
     with registry.database.read() as session:
         return tokens.page(session, federation, limit, after)
@@ -168,6 +161,6 @@ def list_tokens(registry: RegistryOf, federation: Viewed, limit: Limit = 100, af
     status_code=status.HTTP_204_NO_CONTENT,
     responses=openapi.for_callers(problems.StorageFull),
 )
-def revoke_token(registry: RegistryOf, federation: Operated, token_id: TokenId) -> None:
+def revoke_token(registry: deps.RegistryOf, federation: deps.Operated, token_id: deps.TokenId) -> None:
     """Revoke an enrolment token. Clients that enrolled with it stay."""
     tokens.revoke(registry, federation.id, token_id)

@@ -13,19 +13,8 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import jobs, recovery, retention
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.http import openapi
+from promptfed.coordinator.http import deps, openapi
 from promptfed.coordinator.http.callers import OperatorCaller
-from promptfed.coordinator.http.deps import (
-    After,
-    IsOperator,
-    IsViewer,
-    Limit,
-    Operated,
-    OperatedAny,
-    RegistryOf,
-    Viewed,
-    knows_who_takes_part,
-)
 from promptfed.coordinator.http.tensors import TENSOR_BODY, TENSORS
 from promptfed.coordinator.http.uploads import Incoming, announced_digest, expect_digest
 from promptfed.coordinator.resources.federations import operations
@@ -57,8 +46,8 @@ SPEC_BODY = openapi.body("application/json", {"$ref": "#/components/schemas/Fede
     openapi_extra=SPEC_BODY,
 )
 def create(
-    registry: RegistryOf,
-    _: IsOperator,
+    registry: deps.RegistryOf,
+    _: deps.IsOperator,
     response: Response,
     spec: Annotated[dict[str, Any], Body()],
     dry_run: Annotated[bool, Query(description="only check the spec")] = False,
@@ -74,7 +63,7 @@ def create(
 
 
 @router.post("/run-file", responses=openapi.for_callers(problems.InvalidSpec))
-def read_run_file(_: IsOperator, run_file: RunText) -> RunContent:
+def read_run_file(_: deps.IsOperator, run_file: RunText) -> RunContent:
     """Read a run file in YAML or JSON. Nothing is created."""
     return RunContent(content=operations.read_run(run_file.text))
 
@@ -84,7 +73,7 @@ def _view(
 ) -> FederationView:
     """The view of a federation for ``caller``; None: an operator who may change it."""
     view = federation_view(session, federation)
-    if caller is not None and federation.spec.participation.is_secret and not knows_who_takes_part(caller):
+    if caller is not None and federation.spec.participation.is_secret and not deps.knows_who_takes_part(caller):
         return without_participation(view)
     awaited = [_with_progress(registry, federation, one) for one in view.awaited]
     return view.model_copy(update={"awaited": awaited})
@@ -105,7 +94,9 @@ def _listed(session: Session, registry: Registry, federation: Federation, caller
 
 
 @router.get("", responses=openapi.for_callers())
-def list_federations(registry: RegistryOf, caller: IsViewer, limit: Limit = 100, after: After = None) -> FederationPage:
+def list_federations(
+    registry: deps.RegistryOf, caller: deps.IsViewer, limit: deps.Limit = 100, after: deps.After = None
+) -> FederationPage:
     """All federations, oldest first."""
     with registry.database.read() as session:
         federations = list(registry.federations.values())
@@ -117,7 +108,7 @@ def list_federations(registry: RegistryOf, caller: IsViewer, limit: Limit = 100,
 
 
 @router.get("/{federation}", responses=openapi.for_callers())
-def get_federation(registry: RegistryOf, federation: Viewed, caller: IsViewer) -> FederationView:
+def get_federation(registry: deps.RegistryOf, federation: deps.Viewed, caller: deps.IsViewer) -> FederationView:
     """One federation: resolved spec, state and reason, round and phase, clients that answered or are awaited."""
     with registry.database.read() as session:
         return _view(session, registry, federation, caller)
@@ -128,12 +119,12 @@ def get_federation(registry: RegistryOf, federation: Viewed, caller: IsViewer) -
     status_code=status.HTTP_204_NO_CONTENT,
     responses=openapi.for_callers(problems.StorageFull, problems.WrongState),
 )
-def delete_federation(registry: RegistryOf, federation: OperatedAny) -> None:
+def delete_federation(registry: deps.RegistryOf, federation: deps.OperatedAny) -> None:
     """Delete a federation with all its data."""
     retention.delete_federation(registry, federation.id)
 
 
-def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationView:
+def _steer(registry: deps.RegistryOf, federation: deps.Operated, verb: str) -> FederationView:
     if verb == "start":
         jobs.start(registry, federation.id)
     else:
@@ -154,25 +145,25 @@ def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationV
         problems.StorageFull,
     ),
 )
-def start(registry: RegistryOf, federation: Operated) -> FederationView:
+def start(registry: deps.RegistryOf, federation: deps.Operated) -> FederationView:
     """Start the rounds. This confirms the backbone of the first enrolment."""
     return _steer(registry, federation, "start")
 
 
 @router.post("/{federation}/pause", responses=openapi.for_callers(problems.WrongState, problems.StorageFull))
-def pause(registry: RegistryOf, federation: Operated) -> FederationView:
+def pause(registry: deps.RegistryOf, federation: deps.Operated) -> FederationView:
     """Pause: no new tasks until it is resumed. Updates of open tasks are still accepted."""
     return _steer(registry, federation, "pause")
 
 
 @router.post("/{federation}/resume", responses=openapi.for_callers(problems.WrongState, problems.StorageFull))
-def resume(registry: RegistryOf, federation: Operated) -> FederationView:
+def resume(registry: deps.RegistryOf, federation: deps.Operated) -> FederationView:
     """Resume: an open phase gets its full deadline again. After a missed quorum, failed clients are asked again."""
     return _steer(registry, federation, "resume")
 
 
 @router.post("/{federation}/cancel", responses=openapi.for_callers(problems.WrongState, problems.StorageFull))
-def cancel(registry: RegistryOf, federation: Operated) -> FederationView:
+def cancel(registry: deps.RegistryOf, federation: deps.Operated) -> FederationView:
     """End the federation; it cannot be resumed."""
     return _steer(registry, federation, "cancel")
 
@@ -182,7 +173,7 @@ def cancel(registry: RegistryOf, federation: Operated) -> FederationView:
     responses=openapi.for_callers(problems.WrongState, problems.InitialStateMismatch, *TENSORS),
     openapi_extra=TENSOR_BODY,
 )
-async def put_initial_state(request: Request, registry: RegistryOf, federation: Operated) -> SuppliedState:
+async def put_initial_state(request: Request, registry: deps.RegistryOf, federation: deps.Operated) -> SuppliedState:
     """Supply the state of round 0 as safetensors. Before the start it can be replaced."""
     limit = federation.spec.admission.max_bytes
     async with request.app.state.uploads.receive(Incoming.of(request), limit) as upload:

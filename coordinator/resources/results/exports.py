@@ -10,20 +10,7 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.resources.results.facts import Known, known_of
-from promptfed.shared.api.export_card import (
-    BACKBONE_CONFIG,
-    BACKBONE_WEIGHTS,
-    FINAL_FILE,
-    GIVEN_NAMES,
-    LISTED,
-    MARKDOWN_FILE,
-    STATE_FILE,
-    WEIGHTS_FILE,
-    Card,
-    CardFile,
-    Facts,
-    classes_of,
-)
+from promptfed.shared.api import export_card
 from promptfed.shared.canonical import parse_json
 from promptfed.shared.spec.spec import SpecError
 
@@ -52,9 +39,9 @@ def check_card(registry: Registry, federation: Federation, round: int, body: byt
         raise problems.ExportDiffers(f"the card is not what this coordinator knows: {text}", errors=errors)
 
 
-def _parsed(body: bytes) -> Card:
+def _parsed(body: bytes) -> export_card.Card:
     try:
-        return Card.model_validate(parse_json(body), extra="forbid")
+        return export_card.Card.model_validate(parse_json(body), extra="forbid")
     except ValidationError as error:
         offences = SpecError.from_validation(error)
         raise problems.InvalidRequest(str(offences), errors=offences.errors) from None
@@ -62,10 +49,10 @@ def _parsed(body: bytes) -> Card:
         raise problems.UnreadableBody(f"the card cannot be read: {error}") from None
 
 
-def _differences(card: Card, expected: Known) -> Differences:
+def _differences(card: export_card.Card, expected: Known) -> Differences:
     numbered = expected.facts.numbered()
     facts = numbered if card.participants == numbered.participants else expected.facts
-    pairs = {name: (getattr(card, name), getattr(facts, name)) for name in Facts.model_fields}
+    pairs = {name: (getattr(card, name), getattr(facts, name)) for name in export_card.Facts.model_fields}
     return {
         name: f"it is {_short(ours)}, not {_short(theirs)}" for name, (theirs, ours) in pairs.items() if theirs != ours
     }
@@ -76,42 +63,44 @@ def _short(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _wrong_classes(card: Card, expected: Known) -> Differences:
-    names, source, (theirs, whose) = card.class_names, card.class_names_from, classes_of(expected.view)
+def _wrong_classes(card: export_card.Card, expected: Known) -> Differences:
+    names, source, (theirs, whose) = card.class_names, card.class_names_from, export_card.classes_of(expected.view)
     if names is None:
         text = None if theirs is None and source is None else f"{whose} named classes"
     elif len(set(names)) < len(names) or not names:
         text = "each class has a name of its own"
-    elif source == GIVEN_NAMES:
+    elif source == export_card.GIVEN_NAMES:
         text = None
     elif source != whose:
-        text = f"class_names_from is {GIVEN_NAMES!r}" + (f" or {whose!r}" if whose is not None else "")
+        text = f"class_names_from is {export_card.GIVEN_NAMES!r}" + (f" or {whose!r}" if whose is not None else "")
     else:
         text = None if names == theirs else f"{whose} named {_short(theirs)}"
     return {"class_names": text} if text is not None else {}
 
 
-def _wrong_files(card: Card, expected: Known) -> Differences:
+def _wrong_files(card: export_card.Card, expected: Known) -> Differences:
     wrong: Differences = {}
     files = card.files
-    for name in sorted(files.keys() - LISTED):
-        wrong[f"files.{name[:SHOWN]}"] = f"an export holds no such file; it may hold {', '.join(sorted(LISTED))}"
-    for name in sorted({STATE_FILE, MARKDOWN_FILE} - files.keys()):
+    for name in sorted(files.keys() - export_card.LISTED):
+        wrong[f"files.{name[:SHOWN]}"] = (
+            f"an export holds no such file; it may hold {', '.join(sorted(export_card.LISTED))}"
+        )
+    for name in sorted({export_card.STATE_FILE, export_card.MARKDOWN_FILE} - files.keys()):
         wrong[f"files.{name}"] = "an export has this file, and its card names it"
-    if STATE_FILE in files and not _is_same(files[STATE_FILE], expected.state):
-        wrong[f"files.{STATE_FILE}"] = f"the state's file is {_short(expected.state)}"
-    if FINAL_FILE in files and not _is_same(files[FINAL_FILE], expected.final()):
-        wrong[f"files.{FINAL_FILE}"] = "it is not the last round's state"
-    if (BACKBONE_CONFIG in files) != (BACKBONE_WEIGHTS in files):
+    if export_card.STATE_FILE in files and not _is_same(files[export_card.STATE_FILE], expected.state):
+        wrong[f"files.{export_card.STATE_FILE}"] = f"the state's file is {_short(expected.state)}"
+    if export_card.FINAL_FILE in files and not _is_same(files[export_card.FINAL_FILE], expected.final()):
+        wrong[f"files.{export_card.FINAL_FILE}"] = "it is not the last round's state"
+    if (export_card.BACKBONE_CONFIG in files) != (export_card.BACKBONE_WEIGHTS in files):
         wrong["files"] = "a backbone is its configuration and its weights together"
-    if card.use.open_clip != (WEIGHTS_FILE in files):
-        wrong["use.open_clip"] = f"it is true where there is {WEIGHTS_FILE}, and only there"
+    if card.use.open_clip != (export_card.WEIGHTS_FILE in files):
+        wrong["use.open_clip"] = f"it is true where there is {export_card.WEIGHTS_FILE}, and only there"
     if card.signature is not None:
         wrong["signature"] = "a card holds no signature: it lies in a file beside it"
     return wrong
 
 
-def _is_same(file: CardFile, expected: CardFile) -> bool:
+def _is_same(file: export_card.CardFile, expected: export_card.CardFile) -> bool:
     """Whether a file is the known one. The shapes of its tensors may be left out."""
     shapes = expected.tensors if file.tensors is not None else None
     return file == expected.model_copy(update={"tensors": shapes})

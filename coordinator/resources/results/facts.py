@@ -16,20 +16,8 @@ from promptfed.coordinator.resources.results.rounds import round_report, rounds
 from promptfed.coordinator.resources.results.states import state_of
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow, StateRow
+from promptfed.shared.api import export_card
 from promptfed.shared.api.api_schemas import ClientView, FederationView
-from promptfed.shared.api.export_card import (
-    Accuracies,
-    CardFile,
-    Facts,
-    FederationName,
-    Hashes,
-    MeasuredAccuracy,
-    Participant,
-    PrivacySummary,
-    SumsSummary,
-    TensorShape,
-    Traffic,
-)
 from promptfed.shared.api.report_schemas import CentralPrivacy, EvaluationReport, RoundReport, SpentPrivacy
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.methods import METHODS
@@ -42,9 +30,9 @@ class Known:
     """The coordinator's data on a result; ``state`` and ``final``: the files of its state and of the last one."""
 
     view: FederationView
-    facts: Facts
-    state: CardFile
-    final: Callable[[], CardFile]
+    facts: export_card.Facts
+    state: export_card.CardFile
+    final: Callable[[], export_card.CardFile]
 
 
 def known_of(registry: Registry, federation: Federation, round: int) -> Known:
@@ -63,7 +51,7 @@ def known_of(registry: Registry, federation: Federation, round: int) -> Known:
     )
 
 
-def _exported(registry: Registry, stored: StateRow) -> tuple[Arrays, CardFile]:
+def _exported(registry: Registry, stored: StateRow) -> tuple[Arrays, export_card.CardFile]:
     """The method's part of a state, and its file."""
     place = registry.blobs.place(stored.sha256)
     whole, _ = decode_place(place)
@@ -75,12 +63,13 @@ def _exported(registry: Registry, stored: StateRow) -> tuple[Arrays, CardFile]:
     return state, file
 
 
-def _described(tensors: Arrays) -> CardFile:
+def _described(tensors: Arrays) -> export_card.CardFile:
     body = encode(tensors)
     shapes = {
-        name: TensorShape(shape=list(tensor.shape), dtype=tensor.dtype.name) for name, tensor in sorted(tensors.items())
+        name: export_card.TensorShape(shape=list(tensor.shape), dtype=tensor.dtype.name)
+        for name, tensor in sorted(tensors.items())
     }
-    return CardFile(bytes=len(body), sha256=hashlib.sha256(body).hexdigest(), tensors=shapes)
+    return export_card.CardFile(bytes=len(body), sha256=hashlib.sha256(body).hexdigest(), tensors=shapes)
 
 
 class Tally:
@@ -114,12 +103,16 @@ class Tally:
         if report.evaluation is not None and report.evaluation.clients:
             self.measured = report.round, report.evaluation
 
-    def sums(self, view: FederationView) -> SumsSummary | None:
+    def sums(self, view: FederationView) -> export_card.SumsSummary | None:
         """What the secure sums were; None where changes came in the clear."""
         rules = view.spec.secure_aggregation
-        return None if rules is None else SumsSummary(smallest_sum=self.smallest_sum, threshold=rules.threshold)
+        return (
+            None
+            if rules is None
+            else export_card.SumsSummary(smallest_sum=self.smallest_sum, threshold=rules.threshold)
+        )
 
-    def privacy(self, view: FederationView) -> PrivacySummary | None:
+    def privacy(self, view: FederationView) -> export_card.PrivacySummary | None:
         """What protected training has cost the clients; None where nothing was protected."""
         rules = view.spec.privacy
         if rules.level == "none":
@@ -129,7 +122,7 @@ class Tally:
         spent = self.spent.values()
         epsilons = _of_all([client.epsilon for client in spent])
         replaced = _of_all([client.epsilon_replace_one for client in spent])
-        return PrivacySummary(
+        return export_card.PrivacySummary(
             level=rules.level,
             unit=rules.unit,
             clip=rules.clip,
@@ -145,10 +138,10 @@ class Tally:
             evaluation=view.spec.evaluations,
         )
 
-    def _of_clients(self, view: FederationView) -> PrivacySummary:
+    def _of_clients(self, view: FederationView) -> export_card.PrivacySummary:
         """What noise at the coordinator has cost, by the last state."""
         rules, last = view.spec.privacy, self.central
-        return PrivacySummary(
+        return export_card.PrivacySummary(
             level=rules.level,
             unit="client",
             clip=rules.clip,
@@ -171,13 +164,13 @@ def _of_all(figures: list[float | None]) -> list[float]:
     return present if len(present) == len(figures) else []
 
 
-def _facts(view: FederationView, clients: list[ClientView], tally: Tally, state: str, round: int) -> Facts:
+def _facts(view: FederationView, clients: list[ClientView], tally: Tally, state: str, round: int) -> export_card.Facts:
     """The facts about the result after ``round``, whose hash is ``state``; ``clients``: all that have enrolled."""
     spec, secret, method = view.spec, view.spec.participation.is_secret, METHODS[view.spec.method["name"]]
     backbone, chosen = view.backbone, view.selection
     sent = canonical_json(view.model_dump(mode="json")["spec"])
-    return Facts(
-        federation=FederationName(name=view.name, id=view.id, state=view.state),
+    return export_card.Facts(
+        federation=export_card.FederationName(name=view.name, id=view.id, state=view.state),
         method=spec.method,
         summary=method.summary,
         paper=method.paper,
@@ -189,7 +182,7 @@ def _facts(view: FederationView, clients: list[ClientView], tally: Tally, state:
         seed=spec.seed,
         domains=[client.domain for client in clients if client.role == "trainer" and client.domain],
         participants=[
-            Participant(
+            export_card.Participant(
                 name=client.name,
                 role=client.role,
                 domain=client.domain.name if client.domain else None,
@@ -208,19 +201,19 @@ def _facts(view: FederationView, clients: list[ClientView], tally: Tally, state:
         unreadable=tally.unreadable,
         privacy=tally.privacy(view),
         secure_aggregation=tally.sums(view),
-        bytes=None if secret else Traffic(up=tally.up, down=tally.down),
-        hashes=Hashes(
+        bytes=None if secret else export_card.Traffic(up=tally.up, down=tally.down),
+        hashes=export_card.Hashes(
             state=state, backbone=backbone.fingerprint, spec=f"sha256:{hashlib.sha256(sent.encode()).hexdigest()}"
         ),
     )
 
 
-def _accuracies(tally: Tally, task: str) -> Accuracies | None:
+def _accuracies(tally: Tally, task: str) -> export_card.Accuracies | None:
     if tally.measured is None:
         return None
     round, report = tally.measured
     rows = [
-        MeasuredAccuracy(
+        export_card.MeasuredAccuracy(
             client=name,
             role=measured.role,
             split=split,
@@ -237,4 +230,4 @@ def _accuracies(tally: Tally, task: str) -> Accuracies | None:
         role: {"adapted" if name == "accuracy" else name: value for name, value in splits.get("test", {}).items()}
         for role, splits in report.by_split.items()
     }
-    return Accuracies(round=round, clients=rows, mean=means)
+    return export_card.Accuracies(round=round, clients=rows, mean=means)

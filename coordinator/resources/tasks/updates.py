@@ -63,7 +63,7 @@ def expanded(blobs: Blobs, federation: Federation, client: Client, task: OpenTas
     if up == "none":
         return upload
     phase = federation.method_phase(task.round, task.step)
-    expected = federation.method.expected_update(phase, client.info(), federation.context())
+    expected = federation.method.expected_update(phase, client, federation.context())
     size = sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in expected.values())
     payload = decode_place(blobs.place(task.payload_sha256 or ""))[0]
     with _one_large if size >= LARGE else nullcontext():
@@ -149,7 +149,7 @@ def _examine(
     phase, blobs = federation.method_phase(task.round, task.step), registry.blobs
     try:
         tensors, metadata = upload.tensors()
-        size = check(tensors, federation.method.expected_update(phase, client.info(), federation.context()))
+        size = check(tensors, federation.method.expected_update(phase, client, federation.context()))
     except TensorError as error:
         raise problems.TENSOR_REFUSALS[error.kind](str(error)) from None
     change = _check_change(federation, tensors, _payload_tensors(blobs.place(task.payload_sha256 or "")))

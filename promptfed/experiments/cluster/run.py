@@ -25,15 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from promptfed.console.progress import follow
-from promptfed.experiments.cluster.connection import (
-    LOOPBACK,
-    Cluster,
-    RemoteFailure,
-    caught,
-    connected,
-    expect_room,
-    result_of,
-)
+from promptfed.experiments.cluster import connection
 from promptfed.experiments.cluster.crew import Assignment, Share, shares, work
 from promptfed.experiments.simulation.preparation import prepare
 from promptfed.experiments.simulation.run_folder import RunFolder, identity, run_folder
@@ -118,9 +110,9 @@ class CrewActor:
         """The versions of the packages in its process."""
         return versions()
 
-    def work(self, assignment: Assignment) -> list[Outcomes] | RemoteFailure:
+    def work(self, assignment: Assignment) -> list[Outcomes] | connection.RemoteFailure:
         """As `promptfed.experiments.cluster.crew.work`."""
-        return caught(lambda: work(assignment))
+        return connection.caught(lambda: work(assignment))
 
 
 def versions() -> dict[str, str]:
@@ -150,8 +142,8 @@ def simulate_on_ray(
     resolved, initial, _ = prepare(spec, sites, pool, None, allow_backbone)
     threads = resolved.training.threads
     kept = run_folder(on.storage, identity(resolved, sites), new_data=new_data)
-    with kept as folder, connected(on.address) as cluster:
-        expect_room(cluster.nodes(), on.crews, threads * pool, on.gpus_per_crew)
+    with kept as folder, connection.connected(on.address) as cluster:
+        connection.expect_room(cluster.nodes(), on.crews, threads * pool, on.gpus_per_crew)
         nodes = cluster.nodes()
         if on.storage is None and len(nodes) > 1:
             text = f"the Ray cluster has {len(nodes)} nodes, and what clients keep must be there for all of them"
@@ -181,7 +173,7 @@ def _coordinator(folder: RunFolder, address: str) -> Iterator[tuple[LocalFederat
     """A coordinator process on this machine, and the PEM of its certificate if other machines must reach it."""
     options, authority = [], None
     before = os.environ.get(CA_VARIABLE)
-    if address != LOOPBACK:
+    if address != connection.LOOPBACK:
         certificate, key = make_certificate(address, folder.path)
         authority = certificate.read_text()
         options = [f"--host={address}", f"--tls-cert={certificate}", f"--tls-key={key}"]
@@ -197,7 +189,7 @@ def _coordinator(folder: RunFolder, address: str) -> Iterator[tuple[LocalFederat
 
 
 @contextmanager
-def _crews(cluster: Cluster, on: OnRay, cpus: float) -> Iterator[RayCrews]:
+def _crews(cluster: connection.Cluster, on: OnRay, cpus: float) -> Iterator[RayCrews]:
     """Start the actors, which end with the block."""
     ray = cluster.ray
     actor = ray.remote(CrewActor).options(
@@ -219,7 +211,7 @@ def _crews(cluster: Cluster, on: OnRay, cpus: float) -> Iterator[RayCrews]:
 class RayCrews:
     """Crews as Ray actors."""
 
-    cluster: Cluster
+    cluster: connection.Cluster
     handles: list[Any]
     abouts: list[Any]
     _working: list[Any] | None = None
@@ -233,7 +225,7 @@ class RayCrews:
         ray = self.cluster.ray
         ready, missing = ray.wait(self.abouts, num_returns=len(self.abouts), timeout=START_SECONDS)
         for about in ready:
-            expect_same(result_of(ray, about, CREW), versions())
+            expect_same(connection.result_of(ray, about, CREW), versions())
         if missing:
             text = f"{len(missing)} of {len(self.abouts)} crews have not started in {START_SECONDS:.0f} s"
             raise Failed(f"{text}: the cluster has {self.cluster.free()} free")
@@ -243,7 +235,7 @@ class RayCrews:
     def check(self) -> None:
         """Raise PromptfedError if a crew has failed."""
         for reference in self._ended(0)[0]:
-            result_of(self.cluster.ray, reference, CREW)
+            connection.result_of(self.cluster.ray, reference, CREW)
 
     def outcomes(self, seconds: float) -> list[Outcomes]:
         """The outcomes of all crews after their end."""
@@ -251,7 +243,7 @@ class RayCrews:
         if missing:
             text = f"{len(missing)} crews go on {seconds:.0f} s after their federation has ended"
             raise Failed(text)
-        return [outcomes for reference in done for outcomes in result_of(self.cluster.ray, reference, CREW)]
+        return [outcomes for reference in done for outcomes in connection.result_of(self.cluster.ray, reference, CREW)]
 
     def _ended(self, seconds: float) -> tuple[list[Any], list[Any]]:
         """The crews that end within so many seconds, and the others; both empty if no work was left to do."""

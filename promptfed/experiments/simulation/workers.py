@@ -25,27 +25,18 @@ from promptfed.coordinator.domain.run_state import EVALUATION
 from promptfed.experiments.simulation.preparation import SimulationSetup
 from promptfed.experiments.simulation.processes import RemoteWork
 from promptfed.runtime.processes import Site
-from promptfed.shared.errors import (
-    BadInput,
-    EndedBadly,
-    Failed,
-    Misused,
-    NotAllowed,
-    PromptfedError,
-    Refused,
-    Unreachable,
-)
+from promptfed.shared import errors
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
 from promptfed.shared.service.reasons import NAME_PATTERN
 
-ENDS: dict[int, type[PromptfedError]] = {
-    Exit.USAGE: Misused,
-    Exit.BAD_INPUT: BadInput,
-    Exit.UNREACHABLE: Unreachable,
-    Exit.NOT_ALLOWED: NotAllowed,
-    Exit.REFUSED: Refused,
-    Exit.FEDERATION_ENDED_BADLY: EndedBadly,
+ENDS: dict[int, type[errors.PromptfedError]] = {
+    Exit.USAGE: errors.Misused,
+    Exit.BAD_INPUT: errors.BadInput,
+    Exit.UNREACHABLE: errors.Unreachable,
+    Exit.NOT_ALLOWED: errors.NotAllowed,
+    Exit.REFUSED: errors.Refused,
+    Exit.FEDERATION_ENDED_BADLY: errors.EndedBadly,
 }
 """The error of a simulation one of whose clients ended with this code; of all others, `Failed`."""
 AHEAD = 2  # clients that fetch or send while those of the pool compute
@@ -89,14 +80,14 @@ class RunningWorkers:
     def check(self) -> None:
         """Raise the error that ended a client, or that of an evaluation."""
         if self.unevaluated:
-            raise Failed(self.unevaluated[0])
+            raise errors.Failed(self.unevaluated[0])
         for task, name in self.tasks.items():
             error = task.exception() if task.done() and not task.cancelled() else None
             if isinstance(error, ClientError):
-                raise ENDS.get(error.exit, Failed)(f"client {name}: {error}") from None
+                raise ENDS.get(error.exit, errors.Failed)(f"client {name}: {error}") from None
             if error is not None:
                 text = f"client {name} failed: {type(error).__name__}: {error}"
-                raise Failed(text) from error
+                raise errors.Failed(text) from error
 
 
 @asynccontextmanager
@@ -167,5 +158,5 @@ def _settings(setup: SimulationSetup, url: str, federation: str) -> Iterator[Set
                 **fields,
             )
         except ClientError as error:
-            raise BadInput(f"client {site.name}: {error}") from None
+            raise errors.BadInput(f"client {site.name}: {error}") from None
         yield first

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import math
 
-from promptfed.shared.methods.core.costs import (
-    DEFAULT_LIMIT,
-    HEADER,
-    LARGEST,
-    _rounds,
-    distinct_phases,
-    drowned,
-    exchanged,
-)
+from promptfed.shared.methods.core import costs
 from promptfed.shared.methods.core.interface import Method, MethodError, ServerContext, has_own
 from promptfed.shared.privacy import accounting
 from promptfed.shared.secagg import MOST_CLIENTS
@@ -34,7 +26,7 @@ def check_one_mean(method: Method, rounds: int, nothing: str, so: str) -> None:
 
     ``nothing`` and ``so`` are the ends of the messages: the purpose that is void, and the consequence.
     """
-    phases = distinct_phases(method, rounds)
+    phases = costs.distinct_phases(method, rounds)
     if not any(phase.up for phase in phases):
         raise MethodError(f"{method.name} sends nothing up: there is nothing to {nothing}")
     others = [phase.name for phase in phases if not phase.mean]
@@ -66,7 +58,7 @@ def check_central(method: Method, spec: FederationSpec) -> None:
         raise MethodError("noise at the coordinator needs each update, and secure sums hide them: take level sample")
     if privacy.evaluation == "noisy":
         raise MethodError("noisy counts are of level sample: at level client take evaluation plain or withheld")
-    if part.sampling == "poisson" and any(len(phases) > 1 for phases in _rounds(method, spec)):
+    if part.sampling == "poisson" and any(len(phases) > 1 for phases in costs._rounds(method, spec)):
         text = f"{method.name} asks the same clients in several phases of a round"
         raise MethodError(f"{text}: no accountant amplifies that, take participation.sampling fixed")
 
@@ -85,7 +77,7 @@ def check_hopeless(method: Method, spec: FederationSpec, context: ServerContext,
     """Raise MethodError if the noise exceeds the largest possible change by ``clients`` in all rounds."""
     if not spec.privacy.protects_clients or spec.privacy.accept_noise:
         return
-    ratio = drowned(method, spec, context, clients)
+    ratio = costs.drowned(method, spec, context, clients)
     if ratio.after_rounds > 1:
         text = "; accept_noise: true runs it all the same (clients: participation.min_clients, before they enrol)"
         raise MethodError(ratio.told() + text)
@@ -226,7 +218,7 @@ def check_means(method: Method, spec: FederationSpec) -> None:
         what = f"the server optimizer {aggregation.server.optimizer}"
     else:
         what = f"the rule {aggregation.rule}" if aggregation.rule != "mean" else "clip_norm"
-    phases = distinct_phases(method, spec.rounds)
+    phases = costs.distinct_phases(method, spec.rounds)
     if not any(phase.up for phase in phases):
         raise MethodError(f"{what} has nothing to work on: {method.name} sends nothing up; leave it out")
     others = [phase.name for phase in phases if not phase.mean]
@@ -289,13 +281,13 @@ def check_texts(method: Method, spec: FederationSpec, positions: int | None) -> 
 
 def check_sizes(spec: FederationSpec, method: Method, context: ServerContext, clients: int) -> None:
     """Raise MethodError where updates of ``clients`` are too large for the spec's limits, times or rule."""
-    down, up = exchanged(method, context)
-    if up + HEADER > LARGEST:
+    down, up = costs.exchanged(method, context)
+    if up + costs.HEADER > costs.LARGEST:
         raise MethodError(
-            f"an update would have {up:,} bytes, and {LARGEST:,} is the most: train less (trainable: last_k), or "
+            f"an update would have {up:,} bytes, and {costs.LARGEST:,} is the most: train less (trainable: last_k), or "
             "take a smaller backbone"
         )
-    if up > spec.admission.max_bytes != DEFAULT_LIMIT:
+    if up > spec.admission.max_bytes != costs.DEFAULT_LIMIT:
         raise MethodError(
             f"an update has {up:,} bytes, and admission.max_bytes allows {spec.admission.max_bytes:,}: leave it out"
         )

@@ -19,7 +19,7 @@ ABC = ("ant", "bee", "cat")
 
 
 def client(name: str, classes: tuple[str, ...] = ABC) -> Client:
-    return Client(f"cli-{name}", name, "trainer", f"secret-{name}", 10, classes, None)
+    return Client(name, "trainer", 10, classes, id=f"cli-{name}", secret_digest=f"secret-{name}")
 
 
 def federation(members: dict[str, Member], clients: list[Client], **changes: Any) -> Federation:
