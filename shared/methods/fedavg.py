@@ -36,9 +36,8 @@ class FedAvgHyper(HeadHyper):
     divergence_weight: float = pf.option(0.0005, "fedsr: weight of the divergence", ge=0, le=1000)
     weighting: Literal["samples", "ga"] = pf.option(
         "samples",
-        "samples: as the spec's aggregation says; ga: FedDG-GA's weights, larger for clients who are "
-        "worse off with the mean than with their own last update; each tells that gap in loss, on a tenth of its "
-        "training images that is not trained on",
+        "samples: as the spec's aggregation says; ga: FedDG-GA's weights, larger for clients worse off with the "
+        "mean; each tells that gap in loss, on a held-out tenth of its training images",
     )
     centred: bool = pf.option(True, "ga: the gaps less their mean, as the paper has it")
 

@@ -50,8 +50,8 @@ class FedTPGHyper(pf.Hyperparameters):
     )
     start: Literal["scaled", "xavier", "normal"] = pf.option(
         "scaled",
-        "weights at the start: Xavier's uniform draws; scaled: those, with contexts as small as word embeddings and an "
-        "output divided by √d_t; normal: N(0, 0.02²), so small that a task's vectors are one vector m times",
+        "weights at the start: Xavier's uniform draws; scaled: those, with contexts as small as word embeddings; "
+        "normal: N(0, 0.02²)",
     )
 
 

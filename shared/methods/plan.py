@@ -47,8 +47,8 @@ class PlanHyper(VisualHyper):
     )
     local_prompts: Literal["restart", "persist"] = pf.option(
         "restart",
-        "restart: Tᵏ := T^g, Vᵏ := V^g in every round (Algorithm 1 as printed); persist: clients keep "
-        "their own prompts and start a round from them, T^g and V^g are the reference alone",
+        "restart: Tᵏ := T^g, Vᵏ := V^g in every round (Algorithm 1 as printed); persist: clients start a round from "
+        "their own prompts",
     )
 
 

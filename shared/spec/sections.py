@@ -84,8 +84,8 @@ class ParticipationSpec(Section):
     )
     sampling: Literal["fixed", "poisson"] = left_out(
         "fixed",
-        "how sites are drawn; fixed: the same number each round; poisson: each independently with "
-        "probability fraction, by a secret that is never shown (with privacy.level client)",
+        "how sites are drawn; fixed: the same number each round; poisson: each with probability fraction, by a secret "
+        "that is never shown (with privacy.level client)",
     )
 
     @property
@@ -139,16 +139,16 @@ class AggregationSpec(Section):
     rule: Rule = option("mean", "how updates become one; all but the mean need methods whose phases are means")
     tolerate: float | None = option(
         None,
-        "share of the updates that may be bad: trimmed_mean cuts it off at either end, and krum and "
-        f"multi_krum take f = floor(tolerate * K); default for these: {TOLERATE}",
+        "share of the updates that may be bad: trimmed_mean cuts it off at either end, krum and multi_krum take "
+        f"f = floor(tolerate * K); default for these: {TOLERATE}",
         gt=0,
         lt=0.5,
         validate_default=True,
     )
     clip_norm: Annotated[float, Field(gt=0)] | Literal["median"] | None = option(
         None,
-        "longest change of a site; its L2 distance from the state that it began with; longer ones are "
-        "shortened to it before the rule is applied; median: the median of the phase's updates",
+        "longest change of a site; an L2 norm; longer ones are shortened to it before the rule; median: of the "
+        "phase's updates",
     )
     max_weight_share: float | None = option(
         None, "largest share of one client's weight; null: 2/K if five or more answer; 1: no cap", gt=0, le=1
@@ -242,8 +242,8 @@ class PrivacySpec(BaseModel):
     )
     delta: float | None = option(
         None,
-        "privacy budget's δ; level sample: the largest that a ledger may use; level client: below "
-        "1/N, by default the power of ten at or below a tenth of 1/min_clients",
+        "privacy budget's δ; level sample: the largest that a ledger may use; level client: below 1/N, by default "
+        "the power of ten at or below 1/(10 min_clients)",
         ge=LEAST_DELTA,
         lt=1,
     )

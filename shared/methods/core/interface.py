@@ -30,8 +30,8 @@ SHARE = "domain_share:"  # before a domain's name: its mean share of a client's 
 LabelSpace = Annotated[
     Literal["federation", "client"],
     Field(
-        description="classes that are told apart in training and in the accuracy on a client's own test images: the "
-        "federation's where the spec names them, or the client's own"
+        description="classes that are told apart on a client's own images: the federation's where the spec names them, "
+        "or the client's own"
     ),
 ]
 
