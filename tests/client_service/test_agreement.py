@@ -28,7 +28,7 @@ from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.monitor import EventTextLines
 from promptfed.client_service.privacy import agreement as agreements
 from promptfed.client_service.privacy import noisy_counts
-from promptfed.client_service.privacy.agreement import Agreement, differences
+from promptfed.client_service.privacy.agreement import Agreement
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.noisy_counts import DRAWN_FILE, noisy_count, what_leaves
 from promptfed.client_service.privacy.policy import Policy
@@ -265,14 +265,6 @@ def test_a_coordinator_that_does_not_say_its_terms(make: Make) -> None:
     assert end.value.exit is Exit.PROTOCOL
 
 
-def test_differences_are_told_in_plain_text() -> None:
-    assert differences({"a": 1, "b": [1]}, {"a": 1, "b": [1]}) == []
-    assert differences({"a": 1}, {"a": True}) == ["a is True instead of 1"]
-    (told,) = differences({"a": 1}, {"a": 1, "c\x1b[2J": "\u202ex"})
-    assert told == r"c\x1b[2J is \u202ex instead of (nothing)"
-    assert len(differences({"a": "x"}, {"a": "y" * 10_000})[0]) < 500
-
-
 @pytest.mark.parametrize("name", sorted(METHODS.own()))
 def test_each_method_says_what_it_discloses(name: str) -> None:
     """Whose updates are no plain means, or are gradients by image features, says more than the base does."""
@@ -469,32 +461,6 @@ def test_a_task_beyond_the_budget_is_refused_before_training_and_costs_nothing(
     assert len(ledger.spends()) == 1
 
 
-def test_a_schedule_that_cannot_fit_ends_the_client_before_it_enrols(make: Make, own: Settings) -> None:
-    coordinator = protected(make, rounds=50)
-    with pytest.raises(
-        ClientError, match=r"all rounds would make ε = .* of the 2 that the data set 'default' has"
-    ) as end:
-        asyncio.run(make.worker(coordinator, settings=own.model_copy(update={"max_epsilon": 2.0})).run())
-    assert end.value.exit is Exit.LEDGER
-    assert coordinator.client is None
-    assert not own.ledger_file.exists()
-
-
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"method": {"name": "plan"}}, "cannot be trained under protection: its aggregators have millions"),
-    ({"privacy": PRIVACY | {"delta": 0.5}}, "δ = 0.5 is not between 1e-10 and 1/24"),
-])  # fmt: skip
-def test_what_cannot_be_protected_is_refused_before_enrolment(
-    make: Make, own: Settings, changes: dict[str, Any], said: str
-) -> None:
-    coordinator = protected(make)
-    for key, value in changes.items():
-        setattr(coordinator, key, value)
-    with pytest.raises(ClientError, match=said):
-        asyncio.run(make.worker(coordinator, settings=own).run())
-    assert coordinator.client is None
-
-
 @pytest.mark.parametrize(
     "other", [None, PRIVACY | {"noise_multiplier": 0.3}, PRIVACY | {"clip": 16.0}, PRIVACY | {"evaluation": "plain"}]
 )
@@ -636,26 +602,6 @@ def test_an_update_that_waits_is_paid_after_a_restart_with_the_same_bytes(
     asyncio.run(make.worker(coordinator, settings=own).run())
     assert len(Ledger(own.ledger_file).spends()) == 1
     assert len(coordinator.accepted) == 1
-
-
-def test_noise_that_was_planned_for_other_terms_is_not_kept(make: Make, own: Settings) -> None:
-    """The same client, asked for more noise after its owner agreed anew: the spec's multiplier holds."""
-    first = protected(make, rounds=1)
-    asyncio.run(make.worker(first, settings=own).run())
-    second = protected(make, privacy=PRIVACY | {"noise_multiplier": 4.0}, epoch="second")
-    second.client = first.client
-    asyncio.run(make.worker(second, settings=own).run())
-    assert [one.events[0].z for one in Ledger(own.ledger_file).spends()] == [2.0, 4.0, 4.0]
-
-
-@pytest.mark.slow
-def test_a_budget_of_the_spec_calibrates_the_noise_once_and_keeps_it(make: Make, own: Settings) -> None:
-    privacy = PRIVACY | {"noise_multiplier": None, "epsilon": 4.0}
-    coordinator = protected(make, privacy=privacy, rounds=2)
-    asyncio.run(make.worker(coordinator, settings=own).run())
-    spends = Ledger(own.ledger_file).spends()
-    assert len({one.events for one in spends}) == 1
-    assert 3.9 < spends[-1].epsilon <= 4.0
 
 
 NOISY = PrivacySpec(

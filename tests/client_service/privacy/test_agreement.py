@@ -45,6 +45,8 @@ def agreement(folder: Path) -> Agreement:
         ({"a": {"b": 1}}, {"a": {"c": 1}}, ["a.b is (nothing) instead of 1", "a.c is 1 instead of (nothing)"]),
         ({"a": None}, {"a": {"b": 1}}, ["a is {'b': 1} instead of None"]),
         ({"a": {"b": 1}}, {"a": None}, ["a is None instead of {'b': 1}"]),
+        ({}, {"c\x1b[2J": "\u202ex"}, [r"c\x1b[2J is \u202ex instead of (nothing)"]),
+        ({"a": "y" * 200}, {"a": "x" * 201}, [f"a is {'x' * 200}... instead of {'y' * 200}"]),
     ],
 )
 def test_each_difference_is_named_with_its_place(agreed: Any, asked: Any, told: list[str]) -> None:

@@ -274,7 +274,7 @@ def test_the_policys_budget_holds_whatever_the_settings_say(tmp_path: Path, make
         else:
             with pytest.raises(ClientError, match="of the 1 that") as end:
                 asyncio.run(worker.run())
-            assert end.value.exit is Exit.LEDGER
+            assert (end.value.exit, coordinator.client) == (Exit.LEDGER, None), "before it enrols"
 
 
 def test_the_doctor_tells_every_rule_and_what_the_budget_would_be(tmp_path: Path, make: Make, source: Source) -> None:

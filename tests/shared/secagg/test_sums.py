@@ -157,21 +157,12 @@ def test_a_roster_without_the_own_entry_twice_a_key_or_too_few_is_refused() -> N
     assert "tells samples where all weigh the same" in text
 
 
-def test_a_heavy_weight_or_too_small_a_set_is_refused() -> None:
+def test_too_small_a_set_is_refused() -> None:
     clients, made, shares = sharing()
     few = opening.mask_job(made, 0, {place: shares[place] for place in (0, 1)})
     refusal("policy-minimum", clients[0].mask, few.model_dump_json())
     clients[0].limits = messages.Limits(minimum=6)
     refusal("policy-minimum", clients[0].mask, opening.mask_job(made, 0, shares).model_dump_json())
-    heavy = sums.members(3, 3, SPEC, [65_535, 1, 1])
-    made, signed = messages.make_roster([client.entry for client in heavy], SPEC, sums.BY_SAMPLES)
-    place = {made.place_of(client.entry.entry): client for client in heavy}
-    shares = {}
-    for at, client in place.items():
-        client.share(made.message(signed).model_dump_json())
-        shares[at], _ = member.share_secrets(client.secrets, client.roster, at)
-    at = made.place_of(heavy[0].entry.entry)
-    assert "uniform" in refusal("policy-share", heavy[0].mask, opening.mask_job(made, at, shares).model_dump_json())
 
 
 @pytest.mark.parametrize(
@@ -474,15 +465,6 @@ def test_shares_are_values_of_one_polynomial() -> None:
     assert interpolated(some, 0) == int.from_bytes(b"\x07" * 32, "big")
 
 
-def test_shares_that_are_none_are_refused() -> None:
-    with pytest.raises(SecureError):
-        share_value(bytes(32))
-    with pytest.raises(SecureError):
-        share_value(PRIME.to_bytes(33, "big"))
-    with pytest.raises(ValueError, match="cannot be made"):
-        split(bytes(32), 4, [1, 2, 3])
-
-
 def test_masks_of_two_cancel_and_are_not_small() -> None:
     one, other, roster = new_pair(), new_pair(), hashlib.sha256(b"roster").digest()
     given = pair_mask(one, public_of(other), roster, 1000)
@@ -559,9 +541,6 @@ def test_the_largest_sum_does_not_wrap() -> None:
     for _ in range(1024):
         total = total + change
     assert signed_sum(total).tolist() == [1 << 46, -(1 << 46)]
-    with pytest.raises(SecureError) as refused:
-        signed_sum(np.array([1 << 63], dtype=np.uint64))
-    assert refused.value.kind == "sum-invalid"
 
 
 def odd_one_out(weights: list[float], payload: torch.Tensor, seed: int) -> tuple[Whole, Whole]:
