@@ -61,7 +61,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An export of two sites of 12 bits, one by its files and one by its URI."""
     root = tmp_path_factory.mktemp("sites")
     data = {"a": write(root / "a", 4000), "b": write(root / "b", 900, seed=1) + "?grey=12"}
-    return promptfed.run("promptfl", data, rounds=1).export(root / "out")
+    return promptfed.run("promptfl", data, rounds=1, backbone="promptfed-tiny").export(root / "out")
 
 
 def test_the_card_has_each_sites_scale_and_predictions_take_it(exported: Path, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_onnx_notes_have_the_scale(exported: Path, tmp_path: Path) -> None:
 
 def test_sites_that_read_differently_are_told_apart(tmp_path: Path) -> None:
     data = {"a": write(tmp_path / "a", 4000), "b": write(tmp_path / "b", 900, seed=1)}
-    result = promptfed.run("promptfl", data, rounds=1)
+    result = promptfed.run("promptfl", data, rounds=1, backbone="promptfed-tiny")
     model = open_export(result.export(tmp_path / "out")).model
     assert model.greys == ((0, 1023), (0, 4095))
     with pytest.raises(prediction.BadImage, match="read grey pictures as 10 bits or as 12 bits: send it with 8 bits"):
@@ -125,7 +125,7 @@ def test_a_test_set_of_another_scale_is_refused_unless_both_uris_say_so(tmp_path
     check_scales(opened[own], {"far": opened[f"{other}?grey=12"]})
     check_scales(opened[f"{own}?grey=12"], {"far": opened[f"{other}?grey=10"]})
     with pytest.raises(PromptfedError, match="client a: grey pictures of the test set far are read as 10 bits"):
-        promptfed.run("promptfl", {"a": own, "b": own}, rounds=1, tests={"far": other})
+        promptfed.run("promptfl", {"a": own, "b": own}, rounds=1, backbone="promptfed-tiny", tests={"far": other})
 
 
 def test_what_a_site_says_is_declared_and_kept_anew_at_each_start(tmp_path: Path) -> None:
