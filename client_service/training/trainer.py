@@ -14,15 +14,8 @@ from pathlib import Path
 import torch
 
 from promptfed.client_service.exits import Failure
+from promptfed.client_service.privacy import noisy_counts
 from promptfed.client_service.privacy.agreement import Agreement
-from promptfed.client_service.privacy.noisy_counts import (
-    AnsweredStates,
-    Leaving,
-    NoisyCounts,
-    floored,
-    large_enough,
-    without_shares,
-)
 from promptfed.client_service.privacy.policy import STATES, Policy, SiteFacts, facts_of_task, refusals
 from promptfed.client_service.privacy.protection import SiteProtection, unexplained
 from promptfed.client_service.privacy.secure import Trained
@@ -59,8 +52,8 @@ class SitePrivacy:
 
     protection: SiteProtection | None = None
     noise: Noise = field(default_factory=SecretNoise)
-    leaving: Leaving = "plain"
-    counts: NoisyCounts | None = None
+    leaving: noisy_counts.Leaving = "plain"
+    counts: noisy_counts.NoisyCounts | None = None
     floor: int = 1
     states: int = STATES
 
@@ -179,7 +172,7 @@ class TaskWork:
             return measured  # none goes with the change: they are for the owner's own log
         if covered or (self.rules.policy is not None and not self.rules.policy.metrics.training):
             measured = {"trained_parameters": measured["trained_parameters"]}
-        return self._agreed_metrics(without_shares(measured, method, self.privacy.floor))
+        return self._agreed_metrics(noisy_counts.without_shares(measured, method, self.privacy.floor))
 
     def _agreed_metrics(self, measured: dict[str, float]) -> dict[str, float]:
         """The numbers that the method declares and the owner has agreed to; others are not sent."""
@@ -216,7 +209,7 @@ class TaskWork:
                 return EvaluationRequest(splits={}, withheld=True)
         with torch_settings(served.context):
             splits, zero_shot = self.evaluation.run(*parts, served.classifier, task.config.template, tests.__contains__)
-            splits, zero_shot = (large_enough(results, floor, patients) for results in (splits, zero_shot))
+            splits, zero_shot = (noisy_counts.large_enough(results, floor, patients) for results in (splits, zero_shot))
             metrics = {}
             if self.privacy.counts is None and TEST in splits and floor <= 1:
                 metrics = self.evaluation.mixture(served.classifier, served.context)
@@ -225,7 +218,7 @@ class TaskWork:
             return self.privacy.counts.drawn(task, splits, zero_shot, keys)
         if floor <= 1:  # seconds tell of the number of images
             metrics["evaluate_seconds"] = round(time.monotonic() - started, 3)
-        splits, zero_shot = (floored(results, floor, patients) for results in (splits, zero_shot))
+        splits, zero_shot = (noisy_counts.floored(results, floor, patients) for results in (splits, zero_shot))
         return EvaluationRequest(splits=splits, zero_shot=zero_shot, metrics=metrics)
 
     def _admitted(self, serving: Serving, tests: set[str], round: int | None) -> set[str]:
@@ -235,7 +228,7 @@ class TaskWork:
         state = canonical_json([state_hash(tensors), state_hash(private), serving.config.model_dump(mode="json")])
         images = {name: self.data.images_hash(name) for name in sorted(tests) if self.data.count(name)}
         most, every = self.privacy.states, self.agreement.consent.terms.evaluate_every
-        answered = AnsweredStates(self.state, most, self.agreement.last_round, every)
+        answered = noisy_counts.AnsweredStates(self.state, most, self.agreement.last_round, every)
         admitted = answered.admitted(images, hashlib.sha256(state.encode()).hexdigest(), round)
         if kept := images.keys() - admitted:
             text = "nothing of %s is told of round %d: %d states are answered, the last round's among them (%s)"

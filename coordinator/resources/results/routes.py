@@ -20,18 +20,7 @@ from sqlalchemy import select
 from promptfed.coordinator import problems
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import EVENTS, Registry, Wait, wait
-from promptfed.coordinator.http import openapi
-from promptfed.coordinator.http.deps import (
-    After,
-    Calling,
-    Informed,
-    IsViewer,
-    Limit,
-    Operated,
-    RegistryOf,
-    SignerOf,
-    Viewed,
-)
+from promptfed.coordinator.http import deps, openapi
 from promptfed.coordinator.http.tensors import TENSORS_TYPE, tensors_at
 from promptfed.coordinator.resources.federations import views
 from promptfed.coordinator.resources.results import numbers, rounds, states, verification
@@ -65,7 +54,9 @@ def _json(report: BaseModel) -> Response:
 
 
 @router.get("/rounds", response_model=RoundPage, responses=openapi.for_callers())
-def list_rounds(registry: RegistryOf, federation: Informed, limit: Limit = 100, after: After = None) -> Response:
+def list_rounds(
+    registry: deps.RegistryOf, federation: deps.Informed, limit: deps.Limit = 100, after: deps.After = None
+) -> Response:
     """Reports of all rounds so far, from round 0 on. A page has fewer than ``limit`` rounds if many clients answer."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
@@ -74,7 +65,7 @@ def list_rounds(registry: RegistryOf, federation: Informed, limit: Limit = 100, 
 
 
 @router.get("/rounds/{round}", response_model=RoundReport, responses=openapi.for_callers())
-def get_round(registry: RegistryOf, federation: Informed, round: Round) -> Response:
+def get_round(registry: deps.RegistryOf, federation: deps.Informed, round: Round) -> Response:
     """Report of one round: times, bytes, asked, answered, counted, verdicts, metrics, state hash."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
@@ -87,7 +78,7 @@ def get_round(registry: RegistryOf, federation: Informed, round: Round) -> Respo
 
 
 @router.get("/remarks", responses=openapi.for_callers())
-def get_remarks(registry: RegistryOf, federation: Informed) -> RemarkList:
+def get_remarks(registry: deps.RegistryOf, federation: deps.Informed) -> RemarkList:
     """What looks wrong on the clients' own test images, and what to try."""
     with registry.database.read() as session:
         return RemarkList(remarks=rounds.remarks_of(session, federation))
@@ -103,9 +94,9 @@ def get_remarks(registry: RegistryOf, federation: Informed) -> RemarkList:
     },
 )
 def get_prompts(
-    registry: RegistryOf,
-    signer: SignerOf,
-    federation: Viewed,
+    registry: deps.RegistryOf,
+    signer: deps.SignerOf,
+    federation: deps.Viewed,
     round: RoundQuery = "latest",
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
@@ -132,7 +123,7 @@ def round_number(round: str) -> int | None:
     response_class=Response,
     responses={200: {"content": {"text/csv": {}}, "description": "CSV"}, **openapi.for_callers()},
 )
-def get_metrics(registry: RegistryOf, federation: Informed) -> Response:
+def get_metrics(registry: deps.RegistryOf, federation: deps.Informed) -> Response:
     """All numbers by round: clients' metrics, accuracies, bytes, seconds."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
@@ -145,12 +136,12 @@ def get_metrics(registry: RegistryOf, federation: Informed) -> Response:
     return Response(bytes(first), media_type=CSV_TYPE)
 
 
-async def _body(request: Request, _: Operated) -> bytes:
+async def _body(request: Request, _: deps.Operated) -> bytes:
     return await request.body()
 
 
 @router.get("/rounds/{round}/card", responses=openapi.for_callers(problems.NoState))
-def get_card(registry: RegistryOf, federation: Viewed, round: Round) -> Facts:
+def get_card(registry: deps.RegistryOf, federation: deps.Viewed, round: Round) -> Facts:
     """The facts of an export's card: everything except classes, files and their use."""
     return known_of(registry, federation, round).facts
 
@@ -161,7 +152,11 @@ def get_card(registry: RegistryOf, federation: Viewed, round: Round) -> Facts:
     openapi_extra=CARD_BODY,
 )
 def sign_card(
-    registry: RegistryOf, signer: SignerOf, federation: Operated, round: Round, body: Annotated[bytes, Depends(_body)]
+    registry: deps.RegistryOf,
+    signer: deps.SignerOf,
+    federation: deps.Operated,
+    round: Round,
+    body: Annotated[bytes, Depends(_body)],
 ) -> CardSignature:
     """Sign an export's card if all its facts match the coordinator's. The card has the digests of the other files."""
     check_card(registry, federation, round, body)
@@ -171,21 +166,21 @@ def sign_card(
 
 
 @router.post("/rounds/{round}/replay", responses=openapi.for_callers(problems.NoState, problems.UpdatesGone))
-async def replay_round(registry: RegistryOf, federation: Operated, round: Round) -> ReplayReport:
+async def replay_round(registry: deps.RegistryOf, federation: deps.Operated, round: Round) -> ReplayReport:
     """Compute a completed round again from its kept updates. Changes nothing."""
     states = await registry.compute(lambda: verification.replay(registry, federation, round))
     return ReplayReport(round=round, states=states)
 
 
 @router.get("/privacy", responses=openapi.for_callers())
-def get_privacy(registry: RegistryOf, federation: Informed) -> PrivacyView:
+def get_privacy(registry: deps.RegistryOf, federation: deps.Informed) -> PrivacyView:
     """Spent and planned ε by client, as clients report it; refused tasks; the smallest secure sum; warnings."""
     with registry.database.read() as session:
         return views.privacy_view(session, federation)
 
 
 @router.get("/spends", responses=openapi.for_clients())
-def get_spends(registry: RegistryOf, caller: Calling) -> SpendList:
+def get_spends(registry: deps.RegistryOf, caller: deps.Calling) -> SpendList:
     """The privacy cost that this client has reported. A ledger that lacks any of it is an old copy."""
     with registry.database.read() as session:
         return views.spends_of(session, caller.federation, caller.client)
@@ -193,9 +188,9 @@ def get_spends(registry: RegistryOf, caller: Calling) -> SpendList:
 
 @router.get("/events", response_class=EventSourceResponse, responses=openapi.for_callers())
 async def get_events(
-    registry: RegistryOf,
-    federation: Informed,
-    viewer: IsViewer,
+    registry: deps.RegistryOf,
+    federation: deps.Informed,
+    viewer: deps.IsViewer,
     last_event_id: Annotated[int | None, Header(ge=0, le=1 << 62, description="go on after this event")] = None,
     newest: Annotated[int, Query(ge=1, le=BATCH, description="begin with so many events; default: all")] | None = None,
 ) -> AsyncIterator[ServerSentEvent]:

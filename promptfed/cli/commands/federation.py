@@ -10,18 +10,9 @@ import typer
 
 from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Key, Round, Written, Yes, confirm, refuse
+from promptfed.console import progress
 from promptfed.console.files import expect_suffix, read_federation_and_data, write_file
 from promptfed.console.output import console, note, print_json, say, table, tell
-from promptfed.console.progress import (
-    Snapshot,
-    Watcher,
-    describe_round,
-    follow,
-    loss_of,
-    means_of,
-    result_table,
-    why_this_round,
-)
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.shared.api.api_schemas import CentralPrivacyView, ClientPrivacy, FederationView
@@ -156,13 +147,13 @@ def finished(api: Coordinator, federation: str, last: int = -1) -> list[RoundRep
 def _watch(api: Coordinator, federation: str, quiet: bool) -> None:
     """Show each round once it is over, and meanwhile what happens and how long the rest takes."""
     last = -1
-    with Watcher(quiet=quiet) as watcher:
-        for snapshot in follow(api, federation):
+    with progress.Watcher(quiet=quiet) as watcher:
+        for snapshot in progress.follow(api, federation):
             newest = snapshot.round if snapshot.over else snapshot.round - 1
             if not quiet and newest > last:  # a report has megabytes with a thousand clients: once a round
                 for report in finished(api, federation, last):
                     last = report.round
-                    watcher.note(describe_round(report))
+                    watcher.note(progress.describe_round(report))
             watcher.show(snapshot)
 
 
@@ -224,7 +215,7 @@ def prompts(
 
 
 def _show_status(federation: FederationView) -> None:
-    spec, fingerprint, snapshot = federation.spec, federation.backbone.fingerprint, Snapshot.of(federation)
+    spec, fingerprint, snapshot = federation.spec, federation.backbone.fingerprint, progress.Snapshot.of(federation)
     unconfirmed = fingerprint is not None and not federation.backbone.confirmed
     who = f"{counted(federation.clients.trainers, 'trainer')}, {counted(federation.clients.evaluators, 'evaluator')}"
     lines = [
@@ -235,7 +226,7 @@ def _show_status(federation: FederationView) -> None:
     ]
     if federation.privacy is not None:
         lines += _privacy_lines(federation.privacy)
-    lines += why_this_round(federation)[:1] if federation.selection is not None else []
+    lines += progress.why_this_round(federation)[:1] if federation.selection is not None else []
     for one in federation.awaited:
         notes = [] if one.progress is None else [f"{one.progress:.0%} done"]
         about = f" ({', '.join(notes)})" if notes else ""
@@ -259,7 +250,9 @@ def _show_result(api: Coordinator, federation: str) -> None:
     if result.evaluated_round is not None:
         final = result.final()
         if any(row.split == "test" for row in final):  # with selection none before the end
-            console.print(result_table(final, f"{result.federation.spec.figure} after round {result.evaluated_round}"))
+            console.print(
+                progress.result_table(final, f"{result.federation.spec.figure} after round {result.evaluated_round}")
+            )
         for remark in api.send(operations.get_remarks(federation)).view.remarks:
             say(plain(remark))
         say(f"sent up {size(result.bytes_up)}, down {size(result.bytes_down)}")
@@ -296,7 +289,7 @@ def rounds(federation: Federation, api: Api, as_json: Json = False) -> None:
         return
     rows, damaged = [], []
     for report in finished(api, federation):
-        mean_loss = loss_of(report)
+        mean_loss = progress.loss_of(report)
         unknown = "masked" if any(phase.secure is not None for phase in report.phases) else "-"
         loss = unknown if mean_loss is None else f"{mean_loss:.4g}"
         seconds = "-" if report.seconds is None else f"{report.seconds:.1f}"
@@ -324,7 +317,7 @@ def _unreadable(texts: list[str]) -> list[str]:
 def _accuracy(report: RoundReport, role: Role) -> str:
     clients = report.evaluation.clients.values() if report.evaluation is not None else ()
     withheld = [client.withheld for client in clients if client.role == role]
-    mean = means_of(report, role).get("accuracy")
+    mean = progress.means_of(report, role).get("accuracy")
     return "withheld" if mean is None and withheld and all(withheld) else percent(mean)
 
 
