@@ -211,7 +211,8 @@ def costs() -> str:
     return (
         "# What a round costs\n\n"
         "What one client receives and sends in a round, with ViT-B/16, two class names, three clients of a domain each "
-        "and each method's defaults; metrics are not counted. `promptfed methods NAME` names the tensors.\n\n"
+        "and each method's defaults; metrics are not counted. `promptfed methods NAME` names the "
+        "tensors. Ten clients and twenty rounds of `promptfl` are 200 times its row: 3.3 MB.\n\n"
         + table(head, [[", ".join(names), *cost] for cost, names in rows.items()])
         + "\n"
     )
