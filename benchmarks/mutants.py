@@ -273,9 +273,8 @@ class Campaign:
             lines = mapped["lines"].get(mutant.path, {})
             tests = {test for line in mutant.lines for test in lines.get(str(line), ())}
             tests = tests or set(lines.get(str(mutant.statement), ()))
-            if tests == {
-                next(iter(mapped["seconds"]))
-            }:  # perhaps in a fixture of the whole file, which the first test starts
+            # Perhaps in a fixture of the whole file, which the first test starts.
+            if tests == {next(iter(mapped["seconds"]))}:
                 tests = set(mapped["seconds"])
             here = Counter(test for found in lines.values() for test in found)
             everywhere = Counter(test for by in mapped["lines"].values() for found in by.values() for test in found)

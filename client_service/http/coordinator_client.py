@@ -359,9 +359,8 @@ def http_to(
         raise ClientError(Exit.USAGE, str(error)) from None
     if certificate is not None:
         try:
-            verify.load_cert_chain(
-                certificate[0], certificate[1], lambda: ""
-            )  # an empty password: nobody is there to be asked
+            # An empty password: nobody is there to be asked.
+            verify.load_cert_chain(certificate[0], certificate[1], lambda: "")
         except (OSError, ssl.SSLError) as error:
             files = f"--client-cert {certificate[0]}" + (
                 f" and --client-key {certificate[1]}" if certificate[1] is not None else ""

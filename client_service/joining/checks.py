@@ -113,13 +113,8 @@ def check_recorded(folder: Path, source: Source, tests: Mapping[str, Source], ac
         enrolled = json.loads((folder / "identity.json").read_bytes())["client_id"] is not None
         before = DataIdentity.model_validate_json((folder / DATA).read_bytes())
         changed = changed_data(before, identity_of(source, tests)) if enrolled else ""
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RecursionError,
-    ):  # a new folder, or one that a start refuses for what it holds
+    # A new folder, or one that a start refuses for what it holds.
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
     return [Check("recorded data", "warn" if accepted else "fail", changed, ACCEPT)] if changed else []
 

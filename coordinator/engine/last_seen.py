@@ -32,9 +32,8 @@ class LastSeen:
         self._lock = threading.Lock()
         self._seen: dict[str, float] = {}  # seconds of the epoch
         self._bytes: collections.Counter[str] = collections.Counter()
-        self._progress: dict[
-            str, tuple[float, float]
-        ] = {}  # by task: when its client said so, and the part that is done
+        # By task: when its client said so, and the part that is done.
+        self._progress: dict[str, tuple[float, float]] = {}
 
     def is_at(self, task_id: str, done: float) -> None:
         """Note what a client says of its open task."""

@@ -15,9 +15,8 @@ from promptfed.coordinator.store.backend import Backend
 log = logging.getLogger("promptfed.coordinator")
 BUSY_MILLISECONDS = 10_000
 READERS_MILLISECONDS = 500  # of waiting for readers of an older commit, while nobody writes
-WRITERS_CACHE_KIB = (
-    16 << 10
-)  # at most, of pages: of a long federation's indexes it uses many more than of a short one's
+# At most, of pages: of a long federation's indexes it uses many more than of a short one's.
+WRITERS_CACHE_KIB = 16 << 10
 READERS_CACHE_KIB = 2000  # of each reading connection: SQLite's own default
 
 

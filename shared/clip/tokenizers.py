@@ -15,12 +15,8 @@ from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.hub import endpoint, is_cached, unreachable
 from promptfed.shared.service.reasons import why
 
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "spiece.model",
-    "vocab.txt",
-)  # of transformers, of which one is there
+# Of transformers, of which one is there.
+FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt")
 
 
 def tokenizer_of(source: str, text_config: Mapping[str, Any], folder: Path | None) -> Any:

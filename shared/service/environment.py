@@ -9,15 +9,8 @@ from difflib import get_close_matches
 
 COORDINATOR, CLIENT = "PROMPTFED_COORDINATOR_", "PROMPTFED_CLIENT_"  # prefixes of the services' settings
 SINGLE = (
-    *(
-        "ALLOW_PLAIN_HTTP",
-        "BACKBONE_FILE",
-        "CA_FILE",
-        "COORDINATOR",
-        "OPERATOR_TOKEN",
-        "PROXY",
-        "SIGNING_KEY",
-    ),  # command
+    # Of the command.
+    *("ALLOW_PLAIN_HTTP", "BACKBONE_FILE", "CA_FILE", "COORDINATOR", "OPERATOR_TOKEN", "PROXY", "SIGNING_KEY"),
     *("COMMIT", "COORDINATOR_TARGET", "EXTRA_INDEX_URL", "PORT", "RUN", "STORAGE"),  # builds and recipes
     *("FAULT", "PICTURES"),  # tests
 )

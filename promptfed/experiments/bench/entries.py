@@ -86,9 +86,8 @@ def parse_entry(text: str, label: str = "") -> BenchEntry:
         parts = key.split(".")
         if key == "seed":
             raise BadInput(f"{text}: seeds are given by --seeds, the same for every method")
-        if (
-            parts[0] in FederationSpec.model_fields and key != "name" and key not in hyperparameters
-        ):  # as fedtpg's start
+        # As fedtpg's start.
+        if parts[0] in FederationSpec.model_fields and key != "name" and key not in hyperparameters:
             changes = merged(changes, _nested(parts, _value(text, option, value)))
         else:
             method[key] = _value(text, option, value)

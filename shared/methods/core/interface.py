@@ -334,9 +334,8 @@ class Method(ABC):
     unprotected: ClassVar[str] = "its training has not been looked at for this"  # the reason why not, as a clause
     several_labels: ClassVar[bool] = False  # whether images may have several labels; not inherited
     change_per_number: ClassVar[float] = 10.0  # largest admitted root mean square of a change
-    ignores: ClassVar[
-        tuple[str, ...]
-    ] = ()  # fields of the spec's training that change nothing: other values are refused
+    # Fields of the spec's training that change nothing: other values are refused.
+    ignores: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
