@@ -247,14 +247,6 @@ def test_keys_that_nobody_can_use_are_refused_at_their_sender(
     assert [one["client"] for one in phase["counted"]] == ["b", "c", "d"]
 
 
-def answer_keys(coordinator: InThread, clients: list[Any]) -> None:
-    for client in clients:
-        while (task := coordinator.task(client))["kind"] == "evaluate":
-            assert client.answer(task).status_code == 201
-    for client in clients:
-        client.answer(coordinator.task(client))
-
-
 def test_a_key_of_another_member_is_refused(coordinator: InThread) -> None:
     shared = public_identity(new_identity())
     liars = {name: type("Liar", (Keys,), {"keys": {"share_key": shared.hex()}}) for name in "ab"}

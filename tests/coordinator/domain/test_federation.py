@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from promptfed.coordinator.domain.federation import Client, Federation, differing, new_federation
+from promptfed.coordinator.domain.federation import Client, Federation, differing, kept_method, new_federation, rules_of
 from promptfed.coordinator.domain.round_machine import TRAIN, step_answers_needed, steps_of
 from promptfed.coordinator.domain.run_state import Member, PhasePlan
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.methods.core import costs
+from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.spec.sections import SecureAggregationSpec
-from promptfed.shared.spec.spec import BackboneShape
+from promptfed.shared.spec.spec import BackboneShape, merged
 
 ABC = ("ant", "bee", "cat")
 
@@ -111,3 +112,70 @@ def test_an_attempt_s_first_step_alone_asks_whom_it_likes() -> None:
         (0, 5, 10), (5, None, 10), (10, 15, 20), (15, None, 20),
     ]  # fmt: skip
     assert not PhasePlan("train").is_fixed
+
+
+SUMS = {"secure_aggregation": {"minimum": 4}, "participation": {"min_clients": 4}}
+PRIVATE = {
+    "privacy": {"level": "client", "clip": 0.3, "noise_multiplier": 9.0, "accept_noise": True},
+    "aggregation": {"weighting": "uniform", "max_weight_share": 1.0}, "participation": {"min_clients": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "joins", "fixed", "selects", "least", "steps"),
+    [
+        ({}, True, False, False, 1, 1), (SUMS, False, False, False, 1, 10), (PRIVATE, True, True, False, 1, 1),
+        ({"selection": {"share": 0.25}}, True, False, True, 1, 1),
+        (merged(PRIVATE, {"participation": {"sampling": "poisson", "fraction": 0.5}}), False, True, False, 1, 1),
+        ({"method": {"name": "plan"}}, True, False, False, 1, 2),
+        ({"method": {"name": "fast_pt"}}, False, False, False, 1, 1),
+    ],
+)  # fmt: skip
+def test_the_rules_of_a_run_follow_from_its_spec(
+    changes: dict[str, Any], joins: bool, fixed: bool, selects: bool, least: int, steps: int
+) -> None:
+    known = federation({}, [], **changes)
+    rules, spec = rules_of(known.spec, known.method), known.spec
+    assert (rules.join_when_extended, rules.fixed_divisor, rules.selects) == (joins, fixed, selects)
+    assert (rules.least_answers, len(rules.phases(1)), known.rules.phases(1)) == (least, steps, rules.phases(1))
+    assert (rules.draw, rules.rounds, rules.secure) == (spec.seed, spec.rounds, spec.secure_aggregation)
+    secret = known.drawing_with("ab").sampling_with("cd", 3)
+    assert (secret.rules.draw, secret.draw_secret, secret.rules.poisson_key, secret.sampling_key) == (
+        "ab",
+        "ab",
+        "cd",
+        "cd",
+    )
+    assert (secret.rules.budget_rounds, secret.drawing_with(None).rules.draw) == (3, known.spec.seed)
+
+
+def test_a_step_is_of_its_method_s_phase() -> None:
+    plain = federation({}, [], method={"name": "plan"})
+    assert [plain.method_phase(1, step).name for step in (0, 1)] == ["prompts", "aggregators"]
+    sums = federation({}, [], **SUMS)
+    assert {sums.method_phase(1, step).name for step in range(10)} == {sums.method.phases(1, 2)[0].name}
+
+
+def test_a_method_that_is_not_here_leaves_its_federation_standing() -> None:
+    known = federation({"a": IN}, [client("a")])
+    assert (known.absent, kept_method(known.spec).name) == (None, "promptfl")
+    gone = kept_method(known.spec.model_copy(update={"method": {"name": "no_such_method"}}))
+    standing = replace(known, method=gone)
+    assert "no_such_method" in str(standing.absent)
+    for act in (lambda: gone.phases(1, 2), lambda: gone.payload({}, None, None, None)):
+        with pytest.raises(MethodError, match="no_such_method"):
+            act()
+
+
+def test_the_terms_tell_the_weights_and_protection_that_are_known() -> None:
+    known = replace(federation({}, [], **PRIVATE), fingerprint="sha256:" + "1" * 64)
+    terms = known.training_terms()
+    assert (terms.backbone.fingerprint, terms.backbone.shape) == (known.fingerprint, known.shape)
+    assert (known.privacy, federation({}, []).privacy) == (known.spec.privacy, None)
+    assert known.phase is None
+    differing_pair = federation(dict.fromkeys("ab", Member("trainer")), [client("a"), client("b", ("x",))])
+    assert str(differing_pair.class_differences).startswith("the trainers' class names differ")
+    free = [{"method": {"name": "promptfl", "label_space": "client"}}, {"class_names": ["p", "q"]}, {"rounds": 0}]
+    for changes in free:
+        own = replace(differing_pair, spec=differing_pair.spec.model_copy(update=changes))
+        assert (own.may_differ, own.class_differences) == (True, None)
