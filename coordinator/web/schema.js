@@ -22,8 +22,8 @@ export async function fieldsOf(api, method, backbone = null) {
   if (method !== null) fields.find((one) => one.path === "backbone.model").standard = method.default_backbone;
   const standard = (path) => fields.find((one) => one.path === path)?.standard ?? null;
   const on = backbone ?? { model: standard("backbone.model"), pretrained: standard("backbone.pretrained") };
-  const swept = method?.swept_rates?.find((one) => one.model === on.model && one.pretrained === on.pretrained);
-  if (swept) fields.find((one) => one.path === "training.learning_rate").standard = swept.learning_rate;
+  const swept = method?.swept?.find((one) => one.model === on.model && one.pretrained === on.pretrained);
+  for (const [name, value] of Object.entries(swept?.training ?? {})) fields.find((one) => one.path === `training.${name}`).standard = value;
   learn(fields);
   return fields;
 }

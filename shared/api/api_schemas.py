@@ -42,12 +42,12 @@ FAILURES = frozenset(
 """Types of failures by which a client's budget or its site's policy refuses a task."""
 
 
-class SweptRate(BaseModel):
-    """A learning rate that a sweep has found for a method on one backbone."""
+class SweptTraining(BaseModel):
+    """Training settings that a sweep has found for a method on one backbone."""
 
     model: str
     pretrained: str
-    learning_rate: float
+    training: dict[str, Any]
 
 
 class MethodView(BaseModel):
@@ -66,8 +66,8 @@ class MethodView(BaseModel):
         "square root of how many numbers it has",
     )
     default_backbone: str = Field(default="promptfed-tiny", description="model of a spec that names no backbone")
-    swept_rates: list[SweptRate] = Field(
-        [], description="training.learning_rate of a spec that leaves it and the optimizer open, by its backbone"
+    swept: list[SweptTraining] = Field(
+        [], description="training of a spec that leaves the rate and the optimizer open, by its backbone"
     )
     needs: dict[str, bool]
     needs_torch: bool = Field(default=False, description="whether only a coordinator with torch can run it")

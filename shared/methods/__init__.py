@@ -25,7 +25,7 @@ from promptfed.shared.methods.core.refusals import (
     check_selection,
     check_training,
 )
-from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description, swept_rate
+from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description, swept_training
 from promptfed.shared.methods.core.several_labels import for_several_labels
 from promptfed.shared.spec.sections import SelectionSpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec, merged, parse_spec
@@ -241,7 +241,7 @@ def _parts(raw: dict[str, Any]) -> tuple[FederationSpec, Method]:
     defaults = kind.defaults if kind is not None else {}
     try:
         spec = parse_spec(raw, defaults)
-        spec = spec if kind is None else _at_swept_rate(spec, raw, kind)
+        spec = spec if kind is None else _as_swept(spec, raw, kind)
     except SpecError as error:
         errors = errors + error.errors
     if kind is not None:
@@ -259,11 +259,9 @@ def _added(spec: FederationSpec) -> dict[str, Any]:
     return {TASK: MULTI_LABEL} if spec.task == MULTI_LABEL else {}
 
 
-def _at_swept_rate(spec: FederationSpec, raw: dict[str, Any], kind: type[Method]) -> FederationSpec:
-    rate = swept_rate(raw, kind, spec.backbone.model_dump())
-    if rate is None:
-        return spec
-    return spec.model_copy(update={"training": spec.training.model_copy(update={"learning_rate": rate})})
+def _as_swept(spec: FederationSpec, raw: dict[str, Any], kind: type[Method]) -> FederationSpec:
+    swept = swept_training(raw, kind, spec.backbone.model_dump())
+    return spec.model_copy(update={"training": spec.training.model_copy(update=swept)})
 
 
 def describe(name: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ SAMPLE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
 
 
 def test_what_is_omitted_takes_the_defaults() -> None:
-    spec = resolve_spec(GOOD)
+    spec = resolve_spec(GOOD | {"backbone": {"model": "promptfed-tiny"}})
     assert spec.method == {"name": "promptfl", "label_space": "federation", "m": None, "context_init": None}
     assert spec.training.optimizer == "sgd"
     assert (spec.training.momentum, spec.training.weight_decay) == (0.9, 5e-4)
@@ -244,7 +244,7 @@ def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alo
     assert rate("promptfl") == 0.02
     assert rate("promptfl", training={"epochs": 2}) == 0.02
     on_photo = {"model": "promptfed-photo", "pretrained": "embedded"}
-    assert (rate("promptfl", backbone=on_photo), rate("fedpgp", backbone=on_photo)) == (0.6, 0.3)
+    assert (rate("promptfl", backbone=on_photo), rate("pfedmoap", backbone=on_photo)) == (0.003, 0.6)
     assert rate("fedtpg", backbone=on_photo) == 0.03  # a generator's weights, no words
     assert rate("promptfl", training={"learning_rate": 0.002}) == 0.002
     assert rate("promptfl", training={"optimizer": "adam"}) == 0.002  # it was not swept with
@@ -272,14 +272,29 @@ def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alo
 
 
 def test_a_method_tells_the_rates_that_its_specs_take_by_backbone() -> None:
-    told = {name: describe(name)["swept_rates"] for name in METHODS.own()}
+    told = {name: describe(name)["swept"] for name in METHODS.own()}
     assert told["promptfl"], "a sweep has found one"
-    for name, rates in told.items():
-        for one in rates:
+    for name, swept in told.items():
+        for one in swept:
             backbone = {"model": one["model"], "pretrained": one["pretrained"]}
             raw = {"name": "r", "method": {"name": name}, "backbone": backbone, "class_names": ["a", "b"]}
             spec = resolve_spec(raw)
-            assert spec.training.learning_rate == one["learning_rate"]
+            assert spec.training.model_copy(update=one["training"]) == spec.training
+
+
+def test_words_on_the_backbone_of_photographs_train_by_adam_unless_the_spec_names_rate_or_optimizer() -> None:
+    def training(**named: Any) -> TrainingSpec:
+        photo = {"model": "promptfed-photo", "pretrained": "embedded"}
+        raw = {"name": "a", "method": {"name": "promptfl"}, "class_names": ["a", "b"], "backbone": photo}
+        return resolve_spec({**raw, "training": named}).training
+
+    one = training()
+    assert (one.optimizer, one.learning_rate, one.batch_size, one.epochs) == ("adam", 0.003, 256, 20)
+    assert training(epochs=3) == one.model_copy(update={"epochs": 3})
+    sgd = training(learning_rate=0.02)
+    assert (sgd.optimizer, sgd.learning_rate, sgd.batch_size, sgd.epochs) == ("sgd", 0.02, 32, 5)
+    assert training(momentum=0.8) == sgd.model_copy(update={"momentum": 0.8, "learning_rate": 0.002})
+    assert training(optimizer="adamw") == sgd.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002})
 
 
 # Successive halving: rungs, survivors and grids of rates.

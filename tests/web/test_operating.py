@@ -197,7 +197,7 @@ def test_seven_questions_fit_on_one_screen_and_each_error_stands_at_its_field(
     search = page.get_by_label("Search by name")
     search.fill("rate")
     rate = page.get_by_label("Learning rate", exact=True)
-    expect(rate).to_have_attribute("placeholder", "0.6")  # what a sweep found for the backbone of photographs
+    expect(rate).to_have_attribute("placeholder", "0.003")  # what a sweep found for the backbone of photographs
     page.get_by_label("Backbone", exact=True).select_option(label="CLIP ViT-B/16 of OpenAI")
     expect(rate).to_have_attribute("placeholder", "0.002")
     page.get_by_label("Backbone", exact=True).select_option("promptfed-tiny embedded")

@@ -21,6 +21,7 @@ from promptfed.shared.clip import shape_of
 from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.errors import BadInput, EndedBadly, Failed, PromptfedError
 from promptfed.shared.methods import check_fits, method_class, method_for, resolve_spec
+from promptfed.shared.methods.core.registry import swept_training
 from promptfed.shared.methods.core.spec_backbone import open_backbone
 from promptfed.shared.metrics.outcomes import ZERO_SHOT
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, merged
@@ -114,6 +115,8 @@ class Trials:
         if not is_default:
             training = {key: value for key, value in training.items() if key not in (*OF_A_METHOD, *ignored)}
         if rate is not None and "learning_rate" not in ignored:
+            backbone = self.default.backbone.model_dump()
+            training |= swept_training({"training": training}, method_class(method), backbone)
             training["learning_rate"] = rate
         changes = {"method": given["method"] if is_default else {"name": method}, "training": training}
         once: dict[str, Any] = {"rounds": 1}  # the only number for a method that exchanges statistics once

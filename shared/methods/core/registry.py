@@ -20,7 +20,12 @@ from promptfed.shared.tensors import TensorSpec
 
 TINY, EMOJI, PHOTO = ((f"promptfed-{name}", "embedded") for name in ("tiny", "emoji", "photo"))
 FACTORS = {TINY: {"sgd": 10, "adamw": 100}, EMOJI: {"adamw": 100}, PHOTO: {"sgd": 10}}
-WORD_FACTORS = {PHOTO: {"sgd": 300}}  # of words: this text tower was fitted to hear the same in every template
+WORDS: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    PHOTO: {"optimizer": "adam", "learning_rate": 0.003, "weight_decay": 0.0, "batch_size": 256, "epochs": 20}
+}
+"""Training of words where the loss is flat around the template and steep beyond, since the text tower was fitted to
+hear the same in every template. A step of SGD is nothing there and then a leap; one of Adam moves no number by more
+than the rate. Batches of a whole site leave no noise that turns the way out; the text tower costs the same for them."""
 TOWER_FACTORS = {TINY: {"adam": 10, "adamw": 10}}  # of methods that train the image tower's weights
 SMALL = 0.01  # rates from here on are not multiplied: they are of methods that scale them
 USUAL = 0.002  # the rate of methods that give none
@@ -34,7 +39,7 @@ SWEPT = {
         "fedkgcoop": 0.01,
     },
     EMOJI: {"fedmaple": 0.035, "fedclip": 0.002, "fedtaskres": 0.11},
-    PHOTO: {"fedtaskres": 0.12},
+    PHOTO: {"fedtaskres": 0.12, "pfedmoap": 0.6},
 }
 """Rates of their own. fedclip's is 0.2/d_e, and fedtaskres's 1.5/(α·scale), so a step moves a logit by 1.5 at most:
 for the usual d_e of 512 and scale of 100 they are the methods' defaults. fedkgcoop's own term lengthens its steps."""
@@ -45,39 +50,41 @@ log = logging.getLogger("promptfed.methods")
 
 
 def swept_for(method: type[Method]) -> list[dict[str, Any]]:
-    """The rates of a method as ``GET /v1/methods/{name}`` tells them, each with its backbone."""
-    found = [(*backbone, _rate(method, backbone)) for backbone in FACTORS]
-    names = ("model", "pretrained", "learning_rate")
-    return [dict(zip(names, row, strict=True)) for row in found if row[2] is not None]
+    """The training settings of a method as ``GET /v1/methods/{name}`` tells them, each with its backbone."""
+    found = [(model, weights, _swept(method, (model, weights))) for model, weights in FACTORS]
+    return [{"model": model, "pretrained": weights, "training": swept} for model, weights, swept in found if swept]
 
 
-def swept_rate(raw: Mapping[str, Any], method: type[Method], backbone: Mapping[str, Any]) -> float | None:
-    """The rate for ``method`` on ``backbone`` (a spec's, nothing left out), where ``raw`` leaves it open.
+def swept_training(raw: Mapping[str, Any], method: type[Method], backbone: Mapping[str, Any]) -> dict[str, Any]:
+    """The training settings for ``method`` on ``backbone`` (a spec's, nothing left out) that ``raw`` leaves open.
 
-    A spec that names another optimizer than the one that was swept has the rate that the method gives.
+    None where ``raw`` names a rate, or an optimizer, of which it then has the rate that the method gives. Who names a
+    momentum means SGD.
     """
     training = raw.get("training")
-    if isinstance(training, Mapping) and ({"learning_rate", "optimizer"} & set(training)):
-        return None
-    return _rate(method, (str(backbone.get("model")), str(backbone.get("pretrained"))))
+    named = set(training) if isinstance(training, Mapping) else set()
+    swept = _swept(method, (str(backbone.get("model")), str(backbone.get("pretrained"))))
+    if named & {"learning_rate", "optimizer"} or ("momentum" in named and "optimizer" in swept):
+        return {}
+    return {name: value for name, value in swept.items() if name not in named}
 
 
-def _rate(method: type[Method], backbone: tuple[str, str]) -> float | None:
-    """The rate on an embedded backbone; None: what the method gives, as of a method of a package."""
+def _swept(method: type[Method], backbone: tuple[str, str]) -> dict[str, Any]:
+    """What a sweep found on an embedded backbone; nothing for a method of a package."""
     training, fields = method.defaults.get("training", {}), method.Hyper.model_fields
     given, optimizer = training.get("learning_rate", USUAL), training.get("optimizer", "sgd")
     has_rate = "learning_rate" in training or "m" in fields
     is_ours = method.__module__.startswith("promptfed.shared.methods.")
     swept, factor = SWEPT.get(backbone, {}), FACTORS.get(backbone, {}).get(optimizer)
     if is_ours and method.name in swept:
-        return swept[method.name]
+        return {"learning_rate": swept[method.name]}
     if given >= SMALL or not (has_rate and is_ours):
-        return None
+        return {}
     if "trainable" in fields:
         factor = TOWER_FACTORS.get(backbone, {}).get(optimizer)
-    if issubclass(method.Hyper, WordsHyper):
-        factor = WORD_FACTORS.get(backbone, {}).get(optimizer, factor)
-    return None if factor is None else float(f"{given * factor:.3g}")
+    if issubclass(method.Hyper, WordsHyper) and backbone in WORDS:
+        return dict(WORDS[backbone])
+    return {} if factor is None else {"learning_rate": float(f"{given * factor:.3g}")}
 
 
 class UnusableMethod(KeyError):
@@ -252,7 +259,7 @@ def description(kind: type[Method]) -> dict[str, Any]:
         "defaults": kind.defaults,
         "change_per_number": kind.change_per_number,
         "default_backbone": default_backbone(method)[0],
-        "swept_rates": swept_for(kind),
+        "swept": swept_for(kind),
         "needs": {
             "text_tower": kind.needs.text_tower,
             "vision_transformer": kind.needs.vision_transformer,
