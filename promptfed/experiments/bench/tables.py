@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import erfc, sqrt
 from statistics import StatisticsError, fmean, pstdev, stdev
 from typing import Any
 
@@ -205,6 +206,7 @@ class Measures(BaseModel):
     ``ece`` and ``worst_class`` are over all clients' images; the others weight every client equally.
     ``over_zero_shot``: the mean difference over all images of all seeds, and its 95 % interval over paired images.
     ``interval``: of ``accuracy`` (95 %), over images, of which every seed may have the same ones.
+    ``below``: the p of lying below zero-shot on the trainers' own test images, by Holm's correction over the table.
     """
 
     label: str
@@ -220,6 +222,7 @@ class Measures(BaseModel):
     worst_client: list[float]
     over_zero_shot: tuple[float, float, float] | None = None
     interval: tuple[float, float] | None = None
+    below: float | None = None
 
 
 def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
@@ -234,7 +237,7 @@ def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
             split = TARGET if outcomes.client in evaluators else outcomes.split.partition(VARIANT)[0]
             key = row_label(run, outcomes.split), split
             groups.setdefault(key, {}).setdefault(run.seed, []).append(outcomes)
-    measures = []
+    measures, below = [], dict[str, float]()
     for (label, split), by_seed in groups.items():
         each_seed = [figures(clients) for clients in by_seed.values()]
         rows: Any = {name: [values[name] for values in each_seed] for name in FIGURES}
@@ -242,15 +245,45 @@ def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
         gain = None if template is None else _gain(by_seed, template)
         rows |= {"over_zero_shot": gain, "interval": _interval(by_seed.values())}
         measures.append(Measures(label=label, split=split, seeds=list(by_seed), **rows))
-    return measures
+        if template is not None and split == "test":
+            below[label] = p_below(_differences(by_seed, template))
+    corrected = dict(zip(below, holm(list(below.values())), strict=True))
+    return [
+        row.model_copy(update={"below": corrected.get(row.label) if row.split == "test" else None}) for row in measures
+    ]
 
 
 def _gain(ours: BySeed, others: BySeed) -> tuple[float, float, float]:
     """Over the images that both were tested on."""
+    differences = [rows for _, rows in _differences(ours, others)]
+    return float(np.concatenate(differences).mean()), *paired_bootstrap(differences)
+
+
+def _differences(ours: BySeed, others: BySeed) -> list[tuple[tuple[str, str], Floats]]:
+    """Right answers less the others', by client and list of images, for each seed in which both have them."""
     right_of = {(seed, site.client, site.images): _right(site) for seed, clients in others.items() for site in clients}
     both = [((seed, site.client, site.images), site) for seed, clients in ours.items() for site in clients]
-    differences = [_right(site) - right_of[key] for key, site in both if key in right_of]
-    return float(np.concatenate(differences).mean()), *paired_bootstrap(differences)
+    return [(key[1:], _right(site) - right_of[key]) for key, site in both if key in right_of]
+
+
+def p_below(differences: Iterable[tuple[tuple[str, str], Floats]]) -> float:
+    """The one-sided p of a mean below 0, where each image's sum over the seeds might as well have the other sign.
+
+    A normal approximation, of differences by their list of images.
+    """
+    sums: dict[tuple[str, str], Floats] = {}
+    for images, rows in differences:
+        sums[images] = sums.get(images, np.zeros(len(rows))) + rows
+    each = np.concatenate(list(sums.values()))
+    return 0.5 * erfc(-float(each.sum()) / sqrt(2 * float(each @ each))) if each.any() else 1.0
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """The p ``values``, corrected for their number (Holm, 1979)."""
+    least, corrected = 0.0, [0.0] * len(values)
+    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        corrected[place] = least = max(least, min(1.0, (len(values) - rank) * values[place]))
+    return corrected
 
 
 def _interval(by_seed: Iterable[Sequence[Outcomes]]) -> tuple[float, float]:
@@ -302,6 +335,7 @@ def measures_table(rows: Sequence[Measures]) -> list[str]:
         "test set",
         "accuracy",
         "over zero-shot",
+        "p below (Holm)",
         "majority",
         "AUROC",
         "ECE",
@@ -317,6 +351,7 @@ def measures_table(rows: Sequence[Measures]) -> list[str]:
             _percent(row.accuracy)
             + ("" if row.interval is None else " ({:.1f} to {:.1f})".format(*_points(row.interval))),
             "" if row.over_zero_shot is None else "{:+.1f} ({:+.1f} to {:+.1f})".format(*_points(row.over_zero_shot)),
+            "" if row.below is None else f"{row.below:.2g}",
             *(_percent(getattr(row, name)) for name in FIGURES[1:]),
         ]
         for row in rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from promptfed.experiments.bench.tables import (
     Measures,
     TableRow,
     figures,
+    holm,
     measures_of,
     measures_table,
+    p_below,
     rows_of,
     table_of,
 )
@@ -186,6 +189,20 @@ def test_figures_count_clients_once_and_pool_what_is_of_images() -> None:
     assert found["macro_f1"] == pytest.approx(((0.8 + 2 / 3) / 2 + (2 / 3 + 0) / 2) / 2)
 
 
+def test_the_p_below_zero_shot_is_of_signs_of_whole_images_and_corrected_for_the_table() -> None:
+    one, two = ("c", "0"), ("d", "0")
+    for seeds in ([[-1, -1, 0, 1, -1]], [[-1, -1, 1, 0, -1], [0, -1, -1, 1, 0]]):
+        each = np.sum(seeds, axis=0)
+        signs = np.array(list(product((1, -1), repeat=len(each)))) * each
+        exact = np.mean(np.where(np.isclose(signs.sum(1), each.sum()), 0.5, signs.sum(1) < each.sum()))
+        assert p_below([(one, np.array(rows, float)) for rows in seeds]) == pytest.approx(exact, abs=0.03)
+    rows = np.array([1.0, -1.0, -1.0])
+    assert p_below([(one, rows), (two, rows)]) < p_below([(one, rows)]) < 0.5 < p_below([(one, -rows)])
+    assert p_below([(one, np.zeros(3))]) == 1.0
+    assert holm([0.04, 0.01, 0.03, 0.5]) == pytest.approx([0.09, 0.04, 0.09, 0.5])
+    assert (holm([]), holm([0.6, 0.7])) == ([], [1.0, 1.0])
+
+
 def test_rows_are_by_variant_and_test_set_over_the_seeds() -> None:
     runs = [
         run("a", told("c", "test", "01", "01"), told("c", "test@zero-shot", "01", "00")),
@@ -198,5 +215,5 @@ def test_rows_are_by_variant_and_test_set_over_the_seeds() -> None:
     ]
     assert rows[0].over_zero_shot == (0.5, 0.0, 1.0)  # of the images that both were tested on
     assert rows[1].over_zero_shot is None
-    assert "| +50.0 (+0.0 to +100.0) |" in measures_table(rows)[2]
+    assert "| +50.0 (+0.0 to +100.0) | 0.84 |" in measures_table(rows)[2]
     assert rows[0].accuracy == [1.0, 0.5]
