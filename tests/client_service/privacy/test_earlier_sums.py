@@ -40,7 +40,9 @@ def test_a_sketch_has_each_number_at_a_place_of_its_own_with_a_sign_of_its_own()
     rows = np.stack([sketched(IDENTITY, {"one": one}) for one in np.eye(64)])
     assert (np.abs(rows).sum(1) == 1).all()
     assert set(rows.sum(1)) == {-1.0, 1.0}
-    assert len(set(np.abs(rows).argmax(1))) > 50
+    places = np.abs(rows).argmax(1)
+    assert len(set(places)) > 50
+    assert all(len(set(places // 2**bit % 2)) == 2 for bit in range(9)), "all 512 are drawn"
     assert np.array_equal(sketched(IDENTITY, {"one": np.arange(64.0)}), np.arange(64.0) @ rows)
 
 

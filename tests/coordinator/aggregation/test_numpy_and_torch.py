@@ -15,7 +15,7 @@ from scipy import stats
 
 from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.aggregation.global_state import Combined, call, call_with_torch
-from promptfed.coordinator.aggregation.rules import RULES, Rule, ServerOptimizer
+from promptfed.coordinator.aggregation.rules import MOMENTUM, RULES, Rule, ServerOptimizer
 from promptfed.coordinator.aggregation.secure_sums import NoiseTerms, private_mean
 from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.shared.messages import Domain
@@ -203,6 +203,21 @@ def test_every_rule_comes_to_the_same_with_both(rule: str, clip: float | str | N
         combined = Combined(own, ServerOptimizer(ServerOptimizerSpec(), base))
         results.append(global_state._arrays(through(combined)([through(update) for update in updates])))
     assert_close(*results)
+
+
+def test_a_known_mean_takes_the_optimizer_s_step_with_both() -> None:
+    spec = ServerOptimizerSpec(optimizer="momentum", learning_rate=0.5, momentum=0.9)
+    state = {"x": np.ones(2, np.float32), MOMENTUM + "x": np.full(2, 2.0, np.float32)}
+    both = Combined({"x": np.array([3.0, 1.0], np.float32)}, ServerOptimizer(spec, state))
+    in_torch = both.in_torch()
+    stepped, there = both([]), in_torch([])
+    assert isinstance(there["x"], torch.Tensor)
+    assert stepped["x"].tolist() == there["x"].tolist() == pytest.approx([2.9, 1.9])  # 1 + 0.5·(0.9·2 + Δ)
+    told = Combined({}, ServerOptimizer(spec, state))
+    told.take_judgements(in_torch)
+    assert_close(told.optimizer.moments, both.optimizer.moments)
+    assert told.optimizer.moments[MOMENTUM + "x"].tolist() == pytest.approx([3.8, 1.8])
+    assert both.rule.keys() == {"x"}, "a mean has judged nobody"
 
 
 def test_draws_are_those_of_torch() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from promptfed.coordinator.aggregation.rows import _Laid, change_norm, far_off, measured
+from promptfed.coordinator.aggregation.rows import Rows, _Laid, change_norm, far_off, measured
 from promptfed.coordinator.aggregation.rules import _faulty
 from promptfed.shared.methods.core.interface import ClientUpdate
 from promptfed.shared.spec.sections import AggregationSpec
@@ -36,6 +36,14 @@ def test_what_admission_has_not_measured_is_measured_from_each_client_s_own_payl
     passed = list(measured(iter(updates), lambda name: asked.append(name) or payloads[name], norms))
     assert (passed, asked) == (updates, ["b", "c"])
     assert norms == {"a": 7.0, "b": 1.0, "c": 5.0}
+
+
+def test_a_row_has_tensors_in_order_of_name_whatever_the_order_in_which_they_were_sent() -> None:
+    sent = {"b": np.array([[3.0], [4.0]], np.float32), "a": np.array([1.0], np.float32)}
+    rows = Rows([ClientUpdate("one", 1.0, sent)], {"a": np.array([0.5], np.float32)}, None)
+    assert rows.row(0).tolist() == [0.5, 3.0, 4.0]
+    back = rows.tensors(rows.row(0))
+    assert {name: tensor.tolist() for name, tensor in back.items()} == {"a": [1.0], "b": [[3.0], [4.0]]}
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 9), (0, 1), (1, 4), (3, 7), (4, 6), (2, 9), (8, 9), (6, 8)])
