@@ -15,6 +15,7 @@ from promptfed.shared.service.reasons import NAME_PATTERN
 VERSION = 1
 MOST_CHARACTERS = 8192
 CHECKSUM = "checksum"
+COMMAND = "promptfed join"  # begins the line that `federation invite` prints above an invitation
 DAMAGED = "the invitation is incomplete or was changed: copy the whole text again"
 
 
@@ -54,12 +55,12 @@ class Invitation(BaseModel):
 
 
 def decode(text: str) -> Invitation:
-    """The invitation in ``text``. White space in it does no harm.
+    """The invitation in ``text``. White space in it does no harm, nor does the command's line above it.
 
     Raises:
         InvitationError: the text is damaged, or of a later version.
     """
-    word = "".join(text.split())
+    word = "".join("".join(line for line in text.splitlines() if not line.strip().startswith(COMMAND)).split())
     if not word:
         raise InvitationError("there is no invitation: give the text that the operator sent")
     fields = _fields(word)

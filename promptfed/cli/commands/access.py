@@ -18,6 +18,7 @@ from promptfed.sdk.client import Coordinator
 from promptfed.shared.api.api_schemas import AuditEntry, BrokenChain, ClientView, OperatorView, TokenView, check_chain
 from promptfed.shared.errors import BadInput, Refused
 from promptfed.shared.plain_text import counted
+from promptfed.shared.service.invitation import COMMAND
 from promptfed.shared.service.reasons import why
 
 CLIENT_COLUMNS = ["client", "role", "images", "classes", "last seen", "refusals", "standing"]
@@ -142,7 +143,7 @@ def invite(
     """Mint a token and print an invitation, and the command that asks a data owner for it."""
     request = {"hours": hours, "name": name, "role": role, "address": address or api.url}
     minted = api.send(operations.mint_token(federation, uses, **request)).json
-    tell(as_json, minted, f"promptfed join - --data folder:/path/to/images\n{minted['invitation']}")
+    tell(as_json, minted, f"{COMMAND} - --data folder:/path/to/images\n{minted['invitation']}")
 
 
 def show_minted(minted: dict[str, str], out: Path | None, as_json: bool) -> None:

@@ -15,6 +15,7 @@ from promptfed.client_service.joining.invited import GIVEN, accept
 from promptfed.client_service.settings import Settings as ClientSettings
 from promptfed.client_service.settings import make_settings
 from promptfed.coordinator.settings import Settings as CoordinatorSettings
+from promptfed.shared.service.invitation import COMMAND
 from promptfed.shared.service.streams import leave
 
 
@@ -53,7 +54,7 @@ def _text_of(invitation: str) -> str:
         if sys.stdin.isatty():
             sys.stderr.write("Paste the invitation: ")
             sys.stderr.flush()
-        return sys.stdin.readline()
+        return next((line for line in iter(sys.stdin.readline, "") if not line.strip().startswith(COMMAND)), "")
     with suppress(OSError, UnicodeDecodeError):  # no file: too long for a name, for one
         return Path(invitation).read_text()
     return invitation

@@ -80,6 +80,7 @@ def test_an_invitation_comes_back_as_it_was() -> None:
     assert decode(text) == INVITATION
     wrapped = "\n  ".join(text[at : at + 60] for at in range(0, len(text), 60))
     assert decode(f" {wrapped}\n") == INVITATION
+    assert decode(f"promptfed join - --data folder:/images\n{text}\n") == INVITATION, "as `federation invite` prints it"
     assert decode(written()) == INVITATION
     assert decode(written(authority=None)).authority is None
 
