@@ -104,6 +104,21 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert {name for name in named if not any(ROOT.glob(name))} == set()
 
 
+def torn(text: str) -> list[str]:
+    """Rows behind an empty line that are no head of a table: Markdown shows them as text."""
+    lines = FENCE.sub("", text).splitlines()
+    heads = [number - 1 for number, line in enumerate(lines) if re.fullmatch(r"\|[\s:|-]+\|", line)]
+    rows = [
+        number for number, line in enumerate(lines) if line.startswith("|") and not lines[number - 1].startswith("|")
+    ]
+    return [lines[number] for number in rows if number not in heads]
+
+
+def test_no_table_is_torn() -> None:
+    assert torn("\n| a |\n|---|\n| b |\n\n| c |\n") == ["| c |"]
+    assert {page: found for page in PAGES if (found := torn(page.read_text()))} == {}
+
+
 def test_the_page_of_the_spec_is_what_the_code_says() -> None:
     assert not load("generate").stale(), "run python docs/generate.py"
 
