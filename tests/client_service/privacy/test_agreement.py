@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from promptfed.client_service.exits import ClientError
+from promptfed.client_service.privacy import agreement as agreements
 from promptfed.client_service.privacy.agreement import (
     ATTEMPTS,
     RESTORES,
@@ -97,6 +99,62 @@ def test_a_chosen_round_is_named_in_the_final_evaluation_alone(
     else:
         with pytest.raises(NotAgreed, match=words):
             own.expect(cast(Task, asked))
+
+
+@pytest.mark.parametrize(
+    ("round", "holds"), [(0, True), (1, False), (2, True), (3, True), (4, False)]
+)  # fmt: skip
+def test_an_evaluation_is_due_every_so_many_rounds_and_after_the_last(
+    round: int, holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Agreement, "_expect_terms", lambda *given: None)
+    own = agreement(tmp_path)
+    terms = own.consent.terms.model_copy(update={"evaluate_every": 2, "role": "evaluator"})
+    own.consent = own.consent.model_copy(update={"terms": terms})
+    asked = {"phase": "evaluation", "secure": None, "selected": None, "epoch": "e1"}
+    evaluation = cast(Task, SimpleNamespace(round=round, kind="evaluate", **asked))
+    if holds:
+        own.expect(evaluation)
+    else:
+        with pytest.raises(NotAgreed, match=f"no evaluation was agreed to after round {round} of 3"):
+            own.expect(evaluation)
+    with pytest.raises(NotAgreed, match="this client evaluates"):
+        own.expect(cast(Task, SimpleNamespace(round=1, kind="train", **asked)))
+
+
+@pytest.mark.parametrize(
+    ("values", "fingerprint", "peers", "told"),
+    [
+        ((1, 1, 1), None, 0, None), ((1, 1, 1), "loaded", 0, None), ((2, 2, 1), None, 0, "a is 2 .*; b is 2 .* 1$"),
+        ((2, 2, 2), None, 0, "; b is 2 instead of 1; and 1 more$"),
+        ((1, 1, 1), "another", 0, "is another instead of loaded$"),
+        ((1, 1, 1), None, 1, "peers describes 1 client instead of 0 at most$"),
+    ],
+)  # fmt: skip
+def test_a_task_is_told_in_what_it_differs(
+    values: tuple[int, ...], fingerprint: Any, peers: int, told: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    own = agreement(tmp_path)
+    own.pin("loaded")
+    config = SimpleNamespace(backbone=SimpleNamespace(fingerprint=fingerprint), peers=[None] * peers)
+    given = {id(config): dict(zip("abc", values, strict=True)), id(own.consent.terms): dict.fromkeys("abc", 1)}
+    monkeypatch.setattr(agreements, "_compared", lambda terms: given[id(terms)] | {"method": {}})
+    monkeypatch.setattr(agreements, "_method_of", lambda config: {})
+    monkeypatch.setattr(agreements, "SHOWN_DIFFERENCES", 2)
+    asked = cast(Task, SimpleNamespace(config=config))
+    if told is None:
+        own._expect_terms(asked)
+    else:
+        with pytest.raises(NotAgreed, match=told):
+            own._expect_terms(asked)
+
+
+def test_an_offer_has_one_name_whatever_its_owner_chooses_of_it(tmp_path: Path) -> None:
+    terms = agreement(tmp_path).consent.terms
+    own = terms.model_copy(update={"coordinator": "http://x", "accuracies": ["test", "far"]})
+    assert own.digest == terms.digest != terms.model_copy(update={"rounds": 4}).digest
+    assert re.fullmatch("[0-9a-f]{16}", terms.digest)
 
 
 def test_a_phase_is_answered_a_few_times_and_not_after_it_counts(tmp_path: Path) -> None:

@@ -212,14 +212,17 @@ def test_the_same_updates_come_to_the_same_bytes(rule: str) -> None:
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-6, 0.0])
-@pytest.mark.parametrize("block", [None, 64])
-def test_distances_are_those_of_differences(spread: float, block: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("block", "scale"), [(None, 1.0), (64, 1.0), (None, 1e6), (64, 1e-6)])
+def test_distances_are_those_of_differences(
+    spread: float, block: int | None, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if block is not None:
         monkeypatch.setattr(matrices, "BLOCK", block)
     draws = torch.Generator().manual_seed(3)
     sent = torch.randn(50, generator=draws) + spread * torch.randn(12, 50, generator=draws)
     sent[3] = sent[7]
     sent[5] *= 1e6
+    sent *= scale
     updates = [ClientUpdate(f"{i}", 1.0, {"x": row}) for i, row in enumerate(sent)]
     found = matrices.squared_distances(Rows(updates, {}, None))
     exact = (sent.double()[:, None] - sent.double()).square().sum(2)
