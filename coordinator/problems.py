@@ -6,18 +6,11 @@ import re
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 
 from promptfed.shared.messages import PROBLEM_BASE
-from promptfed.shared.service.reasons import offence
+from promptfed.shared.service.reasons import first_error as first_error
 
 MEDIA_TYPE = "application/problem+json"
-
-
-def first_error(error: ValidationError, whole: str = "(body)") -> str:
-    """The first offence in a model: its place (``whole``: the model itself) and what is wrong, without the input."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc']) or whole}: {offence(first)}"
 
 
 class Refusal(Exception):

@@ -24,7 +24,7 @@ from promptfed.shared.messages import Problem
 from promptfed.shared.service.addresses import Addresses
 from promptfed.shared.service.digests import CHANGED, Damaged, is_proven
 from promptfed.shared.service.net import PROXY_LOGIN, explained, is_certificate_error
-from promptfed.shared.service.reasons import offence, why
+from promptfed.shared.service.reasons import first_error, why
 from promptfed.shared.versions import PROTOCOL, VERSION, OtherVersion, expect_ours
 
 log = logging.getLogger("promptfed.client")
@@ -329,9 +329,7 @@ def parse(kind: type[AnyMessage], reply: Reply) -> AnyMessage:
     try:
         return kind.model_validate_json(reply.body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "(body)"
-        text = f"the coordinator's {kind.__name__} is not understood: {place}: {offence(first)}"
+        text = f"the coordinator's {kind.__name__} is not understood: {first_error(error)}"
         if not reply.proven:
             raise Damaged(text) from None
         raise BadAnswer(f"{text}: install the same version of promptfed on both sides") from None

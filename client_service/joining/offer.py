@@ -28,7 +28,7 @@ from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.methods.core.registry import INSTALL
 from promptfed.shared.methods.core.several_labels import is_for_several_labels
 from promptfed.shared.secagg.keys import public_identity, sign
-from promptfed.shared.service.reasons import offence
+from promptfed.shared.service.reasons import first_error
 from promptfed.shared.spec.spec import BackboneSpec, SpecError
 
 
@@ -138,9 +138,7 @@ def enrol_request(declared: Declared, secret: str, backbone: Backbone, identity:
         weights = {"backbone_fingerprint": backbone.fingerprint, "backbone_shape": shape_of(backbone)}
         request = EnrolRequest.model_validate(facts | weights | {"secret": secret})
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ClientError(Exit.BAD_INPUT, f"the data cannot be declared: {place}: {offence(first)}") from None
+        raise ClientError(Exit.BAD_INPUT, f"the data cannot be declared: {first_error(error)}") from None
     if identity is None:
         return request
     proof = sign(identity, "identity", request.proof_body()).hex()

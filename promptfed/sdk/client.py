@@ -43,7 +43,7 @@ from promptfed.shared.service.addresses import (
 )
 from promptfed.shared.service.digests import Damaged
 from promptfed.shared.service.net import explained, http_options, trust
-from promptfed.shared.service.reasons import offence, why
+from promptfed.shared.service.reasons import first_error, why
 from promptfed.shared.versions import PROTOCOL
 
 __all__ = ["CommandError"]
@@ -105,9 +105,7 @@ def parse(model: type[View], raw: object) -> View:
     try:
         return model.model_validate(raw, extra="ignore")
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        text = f"this promptfed does not understand the coordinator's answer ({where}: {offence(first)})"
+        text = f"this promptfed does not understand the coordinator's answer ({first_error(error)})"
         raise Failed(f"{text}: use the coordinator's version") from None
 
 

@@ -11,7 +11,10 @@ import socket
 import ssl
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 REASONS = {
     errno.ENOENT: "there is no such file or folder; check the path",
@@ -148,6 +151,12 @@ def offence(item: Mapping[str, Any]) -> str:
     if kind == "string_too_short" and "at least 1 character" in text:
         return "must not be empty"
     return _SHOULD.sub("must ", text).partition(", unable to")[0]
+
+
+def first_error(error: ValidationError, whole: str = "(body)") -> str:
+    """The first offence in a model: its place (``whole``: the model itself) and what is wrong, without the input."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc']) or whole}: {offence(first)}"
 
 
 class Exit(IntEnum):
