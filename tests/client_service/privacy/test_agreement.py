@@ -18,12 +18,16 @@ from promptfed.client_service.privacy.agreement import (
     Agreement,
     NotAgreed,
     differences,
+    metrics_of,
     phases_of,
+    tensors_of,
+    terms_of,
 )
 from promptfed.client_service.state.private_state import PrivateState
-from promptfed.shared.messages import Task
+from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, Task
 from promptfed.shared.methods import make_method
 from promptfed.shared.spec.sections import FINAL
+from promptfed.shared.spec.spec import BackboneSpec, TrainingSpec
 from tests.support.agreed import agreed
 
 PROMPTFL = {"name": "promptfl", "m": 4}
@@ -115,6 +119,10 @@ def test_an_evaluation_is_due_every_so_many_rounds_and_after_the_last(
     evaluation = cast(Task, SimpleNamespace(round=round, kind="evaluate", **asked))
     if holds:
         own.expect(evaluation)
+        own.note_sending(evaluation)
+        own.note_settled("evaluate", round, "evaluation")
+        with pytest.raises(NotAgreed, match="is over"):
+            own.expect(evaluation)
     else:
         with pytest.raises(NotAgreed, match=f"no evaluation was agreed to after round {round} of 3"):
             own.expect(evaluation)
@@ -148,6 +156,21 @@ def test_a_task_is_told_in_what_it_differs(
     else:
         with pytest.raises(NotAgreed, match=told):
             own._expect_terms(asked)
+
+
+def test_who_evaluates_agrees_to_send_no_tensors_and_no_numbers_of_training() -> None:
+    for name, peers in (("promptfl", 0), ("fast_pt", MOST_PEERS)):
+        method = make_method({"name": name})
+        info = EnrolmentInfo(
+            federation_id="fed-1", name="pets", method={"name": name}, seed=0, backbone=BackboneSpec(), rounds=3,
+            class_names=None, template=None, state="running", training=TrainingSpec(), evaluate_every=1,
+        )  # fmt: skip
+        trains, tests = (terms_of(info, method, "http://x", role, ["far", "b"]) for role in ("trainer", "evaluator"))
+        assert (trains.sends, trains.metrics) == (tensors_of(method), metrics_of(method, info))
+        assert trains.sends
+        assert trains.metrics
+        assert (tests.sends, tests.metrics) == ({}, [])
+        assert (tests.accuracies, tests.most_peers, tests.role) == (["test", "b", "far"], peers, "evaluator")
 
 
 def test_an_offer_has_one_name_whatever_its_owner_chooses_of_it(tmp_path: Path) -> None:

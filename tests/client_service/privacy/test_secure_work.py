@@ -116,6 +116,28 @@ def test_a_change_is_of_one_payload_and_phase(world: World) -> None:
     assert not work.is_trained(world.task("train", 0))
 
 
+@pytest.mark.parametrize(
+    ("accepted", "kept_round", "committed"), [(True, 1, True), (False, 1, False), (True, 2, False)]
+)  # fmt: skip
+def test_private_tensors_are_committed_where_the_sum_has_their_change(
+    accepted: bool, kept_round: int, committed: bool, world: World
+) -> None:
+    work, state = world.works[0], world.works[0]._state
+    world.mask()
+    if accepted:
+        work.note_accepted(work.unsent())
+    task = world.task("train", 0, b"another" if kept_round == 2 else b"prompts", round=kept_round)
+    update = {"context": world.prompts + 1}
+    work.keep(task, {"context": world.prompts}, Trained(update, {"own": torch.ones(2)}, ORIGIN))
+    for same in (task, world.task("mask", 0, round=kept_round)):
+        work.settle(same)
+        assert work.cost() is not None, "the same phase goes on"
+    work.settle(world.task("train", 0, b"next", round=3))
+    assert (work.cost(), work.unsent()) == (None, None)
+    tensors, _ = state.committed()
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == ({"own": [1, 1]} if committed else {})
+
+
 def test_no_payload_is_served_for_two_phases_and_no_round_comes_again(world: World) -> None:
     work = world.works[0]
     work.expect(world.task("train", 0))

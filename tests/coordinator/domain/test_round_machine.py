@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -526,6 +527,17 @@ def test_another_key_or_round_is_another_sample_and_everybody_is_in_at_q_one() -
     assert poisson_sample(KEY, 1, NAMES, 0.5) == poisson_sample(KEY, 1, NAMES, 0.5)
     many = {tuple(poisson_sample(key, round, NAMES, 0.5)) for key in (KEY, "00" * 32) for round in (1, 2, 3)}
     assert len(many) == 6
+
+
+def test_who_is_drawn_has_a_word_below_q_and_not_at_it() -> None:
+    words = {
+        name: int.from_bytes(hmac.digest(bytes.fromhex(KEY), f"1|{name}".encode(), "sha256")[:8], "big")
+        for name in (f"c{number}" for number in range(20_000))
+    }
+    edge = next(name for name, word in words.items() if word % 2048 == 0)  # a float has it exactly
+    q = words[edge] / 2**64
+    assert poisson_sample(KEY, 1, words, q) == [name for name, word in words.items() if word < words[edge]]
+    assert poisson_sample(KEY, 1, [edge], math.nextafter(q, 1)) == [edge]
 
 
 def playing(q: float = 0.5, **changes: object) -> Play:

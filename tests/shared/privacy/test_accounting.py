@@ -162,6 +162,19 @@ def test_as_many_rounds_as_fit(plain_cost: None, per_round: int, rounds: int, ep
         accounting.budget_rounds(0.5, 1.0, 3, rounds, 5.9, 1e-4)
 
 
+@pytest.mark.parametrize("delta", [0.1, 1e-5])
+def test_the_simple_bound_is_the_best_of_some_orders_and_adds_counts(delta: float) -> None:
+    orders, best = [*range(2, 33), 64, 128, 256, 512], set[int]()
+    for z in (0.3 * 1.2**step for step in range(45)):
+        costs = {a: a / (2 * z * z) + math.log1p(-1 / a) - math.log(delta * a) / (a - 1) for a in orders}
+        sums, counts = accounting.Event("gaussian", 1.0, z, 1), accounting.Event("laplace", 1.0, 0.5, 3)
+        assert accounting._simple_bound((sums,), delta) == pytest.approx(max(0.0, min(costs.values())), rel=1e-12)
+        assert accounting._simple_bound((sums, counts), delta) == accounting._simple_bound((sums,), delta) + 1.5
+        best.add(min(costs, key=costs.__getitem__))
+    assert delta == 0.1 or {2, 3, 32, 64, 128, 256, 512} <= best
+    assert accounting._simple_bound((counts,), delta) == 1.5
+
+
 @pytest.mark.parametrize(
     ("simple", "steps", "exact"), [(1.0, 5, True), (400.0, 10**6, True), (400.1, 5, False), (1.0, 10**6 + 1, False)]
 )

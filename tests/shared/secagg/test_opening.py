@@ -82,6 +82,7 @@ def test_who_is_too_heavy_for_a_sum() -> None:
 @pytest.mark.parametrize(
     ("count", "listed", "own", "fault"),
     [
+        (3, "abc", {}, None),
         (4, "abc", {"unverified": 1}, None), (4, "abc", {}, "1 of the 3 other members .*; 0 may be"),
         (4, "ab", {"unverified": 9}, "with more than 1 the operator"),  # the threshold is 3, 1 is safe
         (5, "abcd", {"unverified": 9}, "with more than 0 the operator"), (5, "abcde", {}, None), (5, "", {}, None),
