@@ -101,14 +101,14 @@ async def _viewed(registry: RegistryOf, federation: FederationId, _: IsViewer) -
 async def _informed(registry: RegistryOf, federation: FederationId, caller: IsViewer) -> Federation:
     """The federation, for routes that tell who takes part in which round; refuses viewers if that is secret."""
     informed = registry.find(federation)
-    if informed.spec.participation.is_secret and not knows_who_takes_part(caller):
+    if informed.spec.participation.is_secret and not is_operator(caller):
         text = f"{informed.name} samples its clients in secret, and this tells who took part"
         raise WrongRole(f"{text}: it takes the role operator; {caller.name} has the role {caller.role}")
     return informed
 
 
-def knows_who_takes_part(caller: OperatorCaller) -> bool:
-    """Whether an operator with this role may learn who takes part, even if that is secret."""
+def is_operator(caller: OperatorCaller) -> bool:
+    """Whether the caller is more than a viewer: it may sign, and learn who takes part even if that is secret."""
     return LEVELS[caller.role] >= LEVELS["operator"]
 
 

@@ -2,8 +2,7 @@
 
 import { Plot } from "./charts.js";
 import { fill, h, offer, panel, table } from "./dom.js";
-import { counted, gain, gainMargin, interval, measure, percent, percentTick } from "./format.js";
-import { pairsOf } from "./result.js";
+import { counted, edges, gain, margin, measure, percent, percentTick } from "./format.js";
 import { drawn, MANY } from "./series.js";
 
 export class Accuracy {
@@ -75,23 +74,18 @@ function resultTable(report, split, title) {
   clients.sort(([a, one], [b, other]) => byRole(one, other) || a.localeCompare(b));
   const base = split.split("@")[0];
   const told = clients.some(([, one]) => one.splits[split].ece !== undefined); // clients of an earlier version tell accuracies alone
-  const plain = title === "Accuracy";
-  const margin = (pairs) => (plain && pairs.length ? ` ± ${(100 * gainMargin(pairs)).toFixed(1)}` : "");
-  const edges = (found, noisy) => (plain && !noisy && found.num_samples ? h("small", { class: "under" }, interval(found.accuracy, found.num_samples).map((edge) => (100 * edge).toFixed(1)).join("–")) : null);
   const two = (first, second) => [percent(first), h("small", { class: "under" }, percent(second))];
   const further = (found) => (told ? [two(found.auroc, found.majority), two(found.macro_f1, found.ece)] : []);
-  const cells = (name, domain, zero, found, pairs, noisy) => [[name, h("small", { class: "under" }, [domain, found.num_samples && counted(found.num_samples, "image")].filter(Boolean).join(" · "))], percent(zero), [percent(found.accuracy), edges(found, noisy)], [gain(zero, found.accuracy), zero === undefined ? null : h("small", { class: "under" }, margin(pairs))], ...further(found)];
+  const cells = (name, domain, zero, found, bounds) => [[name, h("small", { class: "under" }, [domain, found.num_samples && counted(found.num_samples, "image")].filter(Boolean).join(" · "))], percent(zero), [percent(found.accuracy), h("small", { class: "under" }, edges(bounds))], [gain(zero, found.accuracy), h("small", { class: "under" }, margin(bounds))], ...further(found)];
   const rows = clients.map(([name, one]) => {
     const zero = (one.zero_shot[split] ?? one.zero_shot[base])?.accuracy;
-    const pairs = zero === undefined || one.privacy ? [] : [{ before: zero, after: one.splits[split].accuracy, count: one.splits[split].num_samples }];
-    return cells(name, one.role === "evaluator" ? `${one.domain ?? ""} (unseen)` : one.domain, zero, one.splits[split], pairs, Boolean(one.privacy));
+    return cells(name, one.role === "evaluator" ? `${one.domain ?? ""} (unseen)` : one.domain, zero, one.splits[split], one.bounds?.[split]);
   });
   for (const [role, label] of [["trainer", "mean of clients"], ["evaluator", "mean of unseen"]]) {
     const mean = evaluation.by_split[role]?.[split];
     const zero = mean?.zero_shot ?? evaluation.by_split[role]?.[base]?.zero_shot;
     const own = clients.filter(([, one]) => one.role === role);
-    const pairs = own.some(([, one]) => one.privacy) ? [] : pairsOf(evaluation, role, split);
-    if (mean && own.length > 1) rows.push(cells(label, "", zero, mean, pairs));
+    if (mean && own.length > 1) rows.push(cells(label, "", zero, mean, evaluation.bounds?.[role]?.[split]));
   }
   const columns = ["client", ...["zero-shot", `round ${report.round}`, "gain", ...(told ? ["AUROC, majority", "macro-F1, ECE"] : [])].map((title) => ({ title, class: "number" }))];
   return table(`${title} after round ${report.round}`, columns, rows, { class: "results" });

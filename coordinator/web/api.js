@@ -29,11 +29,6 @@ export class Api {
     return this.#send("POST", path, body === undefined ? undefined : JSON.stringify(body));
   }
 
-  /** The answer to `text`, which is JSON, byte for byte as it stands. */
-  postText(path, text) {
-    return this.#send("POST", path, text);
-  }
-
   /** The answer to tensors, which go as they are. */
   put(path, blob) {
     return this.#send("PUT", path, blob, "application/octet-stream");
@@ -59,12 +54,10 @@ export class Api {
     return { blob: await answer.blob(), headers: answer.headers };
   }
 
-  /** The state after a round as safetensors, under its hash: `{round, blob, hash, sha256}`. */
+  /** The state after a round as safetensors, under its hash: `{blob, hash}`. */
   async prompts(id, round) {
     const { blob, headers } = await this.file(`/v1/federations/${id}/prompts?round=${round}`, "application/octet-stream");
-    const digest = /sha-256=:([^:]+):/.exec(headers.get("Repr-Digest") ?? "")?.[1] ?? "";
-    const sha256 = [...atob(digest)].map((letter) => letter.charCodeAt(0).toString(16).padStart(2, "0")).join("");
-    return { round, blob, hash: headers.get("ETag").replaceAll('"', ""), sha256 };
+    return { blob, hash: headers.get("ETag").replaceAll('"', "") };
   }
 
   /** Everything on the pages of a list; `each` is called with what a page adds while more pages follow. */

@@ -19,34 +19,14 @@ export function gain(before, after) {
   return `${points < 0 ? "−" : "+"}${Math.abs(points).toFixed(1)}`;
 }
 
-/** Wilson's 95 % interval of a fraction of `count` images. */
-export function interval(share, count) {
-  const [z, spread] = [1.96, 1.96 ** 2 / count];
-  const half = z * Math.sqrt((share * (1 - share)) / count + spread / (4 * count));
-  return [share + spread / 2 - half, share + spread / 2 + half].map((edge) => Math.min(1, Math.max(0, edge / (1 + spread))));
+/** The coordinator's 95 % interval in per cent: "76.0–85.5"; none of noisy figures and of precisions. */
+export function edges(bounds) {
+  return bounds ? [bounds.low, bounds.high].map((edge) => (100 * edge).toFixed(1)).join("–") : "";
 }
 
-/** The variance of a fraction of `count` images (Agresti and Caffo). */
-function variance(share, count) {
-  const moved = (share * count + 1) / (count + 2);
-  return (moved * (1 - moved)) / (count + 2);
-}
-
-/** The 95 % interval of the mean over sites, each counting once, of `[{share, count}]`. */
-export function meanInterval(sites) {
-  if (sites.length === 1) return interval(sites[0].share, sites[0].count);
-  const mean = sites.reduce((sum, { share }) => sum + share, 0) / sites.length;
-  const half = (1.96 * Math.sqrt(sites.reduce((sum, { share, count }) => sum + variance(share, count), 0))) / sites.length;
-  return [Math.max(0, mean - half), Math.min(1, mean + half)];
-}
-
-/**
- * Half of the 95 % interval of a mean gain, of `[{before, after, count}]` (Agresti and Caffo). Both fractions are of the
- * same images, which is left out of account: the interval is rather too wide than too narrow.
- */
-export function gainMargin(pairs) {
-  const all = pairs.reduce((sum, { before, after, count }) => sum + variance(before, count) + variance(after, count), 0);
-  return (1.96 * Math.sqrt(all)) / pairs.length;
+/** Half of the interval of a gain, behind it. */
+export function margin(bounds) {
+  return bounds?.margin === undefined ? "" : ` ± ${(100 * bounds.margin).toFixed(1)}`;
 }
 
 /** 179700 -> "179.7 kB". */

@@ -1,12 +1,8 @@
 // The result: what each site gained, with its intervals, how to use it, and every file that can be taken away.
 
-import { cardOf, markdown } from "./card.js";
 import { Acts, announce, fill, h, inWords } from "./dom.js";
-import { counted, gain, gainMargin, measure, percent } from "./format.js";
+import { counted, gain, margin, measure, percent } from "./format.js";
 import { sent, shownFigure } from "./status.js";
-import { zip } from "./zip.js";
-
-const PROMPTS = "prompts.safetensors";
 
 export class Result {
   constructor(api, path, failed) {
@@ -72,53 +68,25 @@ export class Result {
   }
 
   async #prompts() {
-    const { round, blob } = await this.#state();
-    return [`${this.#name}-round-${round}.safetensors`, blob];
+    const { blob } = await this.api.prompts(this.model.view.id, this.#round);
+    return [`${this.#name}-round-${this.#round}.safetensors`, blob];
   }
 
   async #card() {
-    const card = await this.#described((await this.#state()).round);
-    return [`${this.#name}-card.md`, new Blob([markdown(card)], { type: "text/markdown" })];
+    return [`${this.#name}-card.md`, (await this.api.file(`${this.path}/rounds/${this.#round}/card.md`)).blob];
   }
 
-  /** Prompts and card, with the coordinator's signature where this token and this browser can have one. */
+  /** Prompts and card, signed where this token may have that. */
   async #export() {
-    const state = await this.#state();
-    const card = await this.#described(state.round);
-    if (card.hashes.state !== state.hash) throw new Error(`The state holds a server optimizer's moments: promptfed export ${this.#name} leaves them out`);
-    card.files[PROMPTS] = { bytes: state.blob.size, sha256: state.sha256 };
-    const text = new Blob([markdown(card)]);
-    const digest = await sha256(text);
-    if (digest !== null) card.files["card.md"] = { bytes: text.size, sha256: digest };
-    const described = json(card);
-    const parts = [[PROMPTS, state.blob], ["card.json", described], ["card.md", text]];
-    const signature = digest !== null ? await this.#signature(state.round, await described.text()) : null;
-    if (signature !== null) parts.push(["card.json.sig", new Blob([`${signature}\n`])]);
-    const files = await Promise.all(parts.map(async ([name, blob]) => [name, new Uint8Array(await blob.arrayBuffer())]));
-    return [`${this.#name}${signature === null ? "-unsigned" : ""}.zip`, zip(files)];
+    const { blob, headers } = await this.api.file(`${this.path}/rounds/${this.#round}/export`);
+    return [/filename="([^"]+)"/.exec(headers.get("Content-Disposition"))[1], blob];
   }
 
-  /** The coordinator's signature of card.json; null for a viewer. */
-  async #signature(round, card) {
-    try {
-      return (await this.api.postText(`${this.path}/rounds/${round}/card/signature`, card)).signature;
-    } catch (error) {
-      if (error.status === 403) return null;
-      throw error;
-    }
-  }
-
-  /** The state after the selected round, or the last one that has one. */
-  #state() {
-    const { id, selection, state } = this.model.view;
-    const last = [...this.model.rounds.values()].filter((one) => one.state_hash !== null).at(-1).round;
-    return this.api.prompts(id, selection && state === "finished" ? selection.round : last);
-  }
-
-  /** The card, of the coordinator's facts. */
-  async #described(round) {
-    const [facts, about] = await Promise.all([this.api.get(`${this.path}/rounds/${round}/card`), this.api.once("/openapi.json")]);
-    return cardOf(facts, this.model.view, `API ${about.info.version}`);
+  /** The selected round, or the last one that has a state. */
+  get #round() {
+    const { selection, state } = this.model.view;
+    if (selection && state === "finished") return selection.round;
+    return [...this.model.rounds.values()].filter((one) => one.state_hash !== null).at(-1).round;
   }
 }
 
@@ -126,17 +94,9 @@ export class Result {
 function gained({ evaluation }, { spec }, role, who) {
   const mean = evaluation.mean[role];
   if (mean?.zero_shot === undefined) return null;
-  const pairs = pairsOf(evaluation, role);
-  const noisy = Object.values(evaluation.clients).some((one) => one.role === role && one.privacy);
-  const margin = spec.task === "multi_label" || noisy || !pairs.length ? "" : ` ± ${(100 * gainMargin(pairs)).toFixed(1)}`;
-  const images = counted(pairs.reduce((sum, one) => sum + one.count, 0), "test image");
-  return [`Gain of ${counted(pairs.length, who)}`, [gain(mean.zero_shot, mean.accuracy) + margin, `${measure(spec.task)} ${percent(mean.accuracy)} instead of ${percent(mean.zero_shot)}, ${images}`]];
-}
-
-/** `[{before, after, count}]` of the sites of a role. */
-export function pairsOf(evaluation, role, split = "test") {
-  const own = Object.values(evaluation.clients).filter((one) => one.role === role && one.splits[split] && (one.zero_shot[split] ?? one.zero_shot[split.split("@")[0]]));
-  return own.map((one) => ({ before: (one.zero_shot[split] ?? one.zero_shot[split.split("@")[0]]).accuracy, after: one.splits[split].accuracy, count: one.splits[split].num_samples }));
+  const own = Object.values(evaluation.clients).filter((one) => one.role === role && one.splits.test);
+  const images = counted(own.reduce((sum, one) => sum + one.splits.test.num_samples, 0), "test image");
+  return [`Gain of ${counted(own.length, who)}`, [gain(mean.zero_shot, mean.accuracy) + margin(evaluation.bounds?.[role]?.test), `${measure(spec.task)} ${percent(mean.accuracy)} instead of ${percent(mean.zero_shot)}, ${images}`]];
 }
 
 function json(value) {
@@ -151,10 +111,4 @@ function save(blob, name) {
   link.click();
   link.remove();
   setTimeout(() => URL.revokeObjectURL(address), 60_000);
-}
-
-/** SHA-256 in hexadecimal; null over plain HTTP from another machine, where browsers compute none. */
-async function sha256(blob) {
-  if (!crypto.subtle) return null;
-  return [...new Uint8Array(await crypto.subtle.digest("SHA-256", await blob.arrayBuffer()))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }

@@ -1,7 +1,7 @@
 // The head of a federation: where it stands, the one thing to do next, and what else can be done with the whole of it.
 
 import { Acts, announce, ask, fill, h, say } from "./dom.js";
-import { ago, bytes, clock, counted, duration, gain, meanInterval, measure, percent } from "./format.js";
+import { ago, bytes, clock, counted, duration, edges, gain, measure, percent } from "./format.js";
 import { badge } from "./list.js";
 import { secondsLeft } from "./times.js";
 
@@ -134,7 +134,7 @@ export class Running {
     const last = reports.filter((one) => one.evaluation && Object.keys(one.evaluation.mean).length).at(-1);
     const mean = (role) => {
       const found = last?.evaluation.mean[role];
-      return found && [percent(found.accuracy), [found.zero_shot === undefined ? null : `${gain(found.zero_shot, found.accuracy)} against zero-shot`, images(last, role, view)].filter(Boolean).join("; ")];
+      return found && [percent(found.accuracy), [found.zero_shot === undefined ? null : `${gain(found.zero_shot, found.accuracy)} against zero-shot`, images(last, role)].filter(Boolean).join("; ")];
     };
     const left = secondsLeft(view, reports);
     const shown = [
@@ -167,13 +167,12 @@ export class Running {
 }
 
 /** On how many test images a role's mean accuracy stands, and its interval, which takes one label an image and no noise. */
-function images(report, role, view) {
+function images(report, role) {
   const own = Object.values(report.evaluation.clients).filter((one) => one.role === role && one.splits.test);
   const total = own.reduce((sum, one) => sum + one.splits.test.num_samples, 0);
   if (!total) return null;
-  const sites = own.map(({ splits }) => ({ share: splits.test.accuracy, count: splits.test.num_samples }));
-  const edges = view.spec.task === "multi_label" || own.some((one) => one.privacy) ? "" : `, 95 %: ${meanInterval(sites).map((edge) => (100 * edge).toFixed(1)).join("–")}`;
-  return `${counted(total, "test image")}${edges}`;
+  const bounds = report.evaluation.bounds?.[role]?.test;
+  return `${counted(total, "test image")}${bounds ? `, 95 %: ${edges(bounds)}` : ""}`;
 }
 
 /** `[name, [value, remark]]` as it stands among figures. */

@@ -73,14 +73,7 @@ class AdaptedModel:
 
     def missing(self) -> str | None:
         """The reason why the global state alone cannot classify; None if it can."""
-        method = self.make_method()
-        if method.personal and not method.state_tensors():
-            return f"{method.name} shares nothing: each client keeps what it has learned"
-        try:
-            interface.check_admission(method, NOBODY, None, lambda: self._context(self.terms.backbone.shape))
-        except interface.MethodError:
-            return f"{method.name} classifies with what each client keeps to itself, which the federation never sees"
-        return None
+        return interface.why_not_alone(self.make_method(), lambda: self._context(self.terms.backbone.shape))
 
     def check_alone(self) -> None:
         """Raise PromptfedError if the global state alone cannot classify."""

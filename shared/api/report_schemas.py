@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from promptfed.shared.messages import Role, SplitResult
-from promptfed.shared.metrics.estimates import mean_interval
+from promptfed.shared.metrics.estimates import gain_margin, mean_interval
 from promptfed.shared.metrics.figures import nearly_one_class
 from promptfed.shared.plain_text import counted
 from promptfed.shared.privacy.accounting import LARGEST_EPSILON, MOST_EPSILON
@@ -185,6 +185,14 @@ class SpentCounts(BaseModel):
     noise: Literal["secret", "seeded"]
 
 
+class Bounds(BaseModel):
+    """The 95 % interval of an accuracy, and half of that of its gain over zero-shot."""
+
+    low: float
+    high: float
+    margin: float | None = left_out(None)
+
+
 class ClientEvaluation(BaseModel):
     """One client's accuracies."""
 
@@ -195,6 +203,7 @@ class ClientEvaluation(BaseModel):
     metrics: dict[str, float]
     withheld: bool = False  # measured, and kept by the site: accuracies depend on records, and no noise covers them
     privacy: SpentCounts | None = left_out(None, "of accuracies that are noisy counts")
+    bounds: dict[str, Bounds] = left_out({}, "by test set; none of precisions and noisy counts")
     received_at: datetime
 
     def template_accuracy(self, split: str) -> float | None:
@@ -204,10 +213,24 @@ class ClientEvaluation(BaseModel):
 
     def interval(self, split: str, task: str | None) -> tuple[float, float] | None:
         """The 95 % interval of the accuracy on a test set; None of a precision, noisy counts and no images."""
-        result = self.splits[split]
-        if task == "multi_label" or self.privacy is not None or not result.num_samples:
-            return None
-        return mean_interval([(result.accuracy, result.num_samples)])
+        bounds = bounds_of([self], split, task)
+        return None if bounds is None else (bounds.low, bounds.high)
+
+
+def bounds_of(clients: Sequence[ClientEvaluation], split: str, task: str | None) -> Bounds | None:
+    """Those of the mean over clients with this test set; None where one of them can have none."""
+    results = [client.splits[split] for client in clients]
+    if task == "multi_label" or any(client.privacy is not None for client in clients):
+        return None
+    if not all(result.num_samples for result in results):
+        return None
+    pairs = [
+        (client.template_accuracy(split), one.accuracy, one.num_samples)
+        for client, one in zip(clients, results, strict=True)
+    ]
+    known = [(before, after, count) for before, after, count in pairs if before is not None]
+    low, high = mean_interval([(one.accuracy, one.num_samples) for one in results])
+    return Bounds(low=low, high=high, margin=gain_margin(known) if len(known) == len(pairs) else None)
 
 
 class EvaluationReport(StageReport):
@@ -219,6 +242,7 @@ class EvaluationReport(StageReport):
     clients: dict[str, ClientEvaluation]
     mean: dict[Role, dict[str, float]]
     by_split: dict[Role, dict[str, dict[str, float]]]
+    bounds: dict[Role, dict[str, Bounds]] = left_out({}, "of the means, by role and test set")
 
 
 class RoundReport(BaseModel):

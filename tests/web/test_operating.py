@@ -410,7 +410,7 @@ def test_all_can_be_taken_away_and_the_export_is_one(coordinator: InThread, visi
     assert state_hash(decode(Path(prompts.path()).read_bytes())[0]) == coordinator.get("styles")["state_hash"]
     card = Path(downloaded(page, "Card").path()).read_text()
     assert card.startswith("# styles: promptfl after round 2 of 2\n")
-    assert "| a | test | 25.0 % | 50.0 % |" in card
+    assert "| a | trainer | test | 25.0 % | 50.0 % [" in card
 
     assert page.get_by_role("group", name="Steer this federation").get_by_role("button").first.inner_text() == FIRST
     archive, folder = downloaded(page, FIRST), tmp_path / "export"
@@ -421,7 +421,8 @@ def test_all_can_be_taken_away_and_the_export_is_one(coordinator: InThread, visi
     assert (model.round, names) == (2, ("circle", "square", "star"))
     assert model.missing() is None
     key = coordinator.get("/v1/signing-key")["public_key"]
-    assert verify_export(folder, key).card.federation.name == "styles"
+    verified = verify_export(folder, key)
+    assert (verified.card.federation.name, verified.remarks) == ("styles", ()), "the text was compared"
     assert {path.name for path in folder.iterdir()} == {"prompts.safetensors", "card.json", "card.json.sig", "card.md"}
     assert "promptfed export" in (folder / "card.md").read_text(), "where class weights come from"
     expect(page.get_by_role("region", name="Result")).to_contain_text("promptfed export styles makes class weights")

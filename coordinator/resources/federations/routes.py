@@ -73,7 +73,7 @@ def _view(
 ) -> FederationView:
     """The view of a federation for ``caller``; None: an operator who may change it."""
     view = federation_view(session, federation)
-    if caller is not None and federation.spec.participation.is_secret and not deps.knows_who_takes_part(caller):
+    if caller is not None and federation.spec.participation.is_secret and not deps.is_operator(caller):
         return without_participation(view)
     awaited = [_with_progress(registry, federation, one) for one in view.awaited]
     return view.model_copy(update={"awaited": awaited})

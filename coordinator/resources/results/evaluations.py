@@ -29,7 +29,7 @@ def evaluation_report(session: Session, federation: Federation, stage: Any) -> r
         if task.id in bodies and task.status == "answered"
     }
     clients = {name: report for name, report in by_client.items() if report is not None}
-    report = {**stage_report(stage, tasks, reading), "bytes_up": 0, **_with_means(clients)}
+    report = {**stage_report(stage, tasks, reading), "bytes_up": 0, **_with_means(clients, federation.spec.task)}
     report["unreadable"] = reading.unreadable
     return report_schemas.EvaluationReport.model_validate(report)
 
@@ -51,15 +51,28 @@ def with_final_test(
         both = {at: getattr(before, at) | getattr(tested, at) for at in ("splits", "zero_shot", "metrics")}
         clients[name] = before.model_copy(update=both)
     both = {"unreadable": [*report.unreadable, *final_report.unreadable]}
-    return report.model_copy(update=_with_means(clients) | both)
+    return report.model_copy(update=_with_means(clients, federation.spec.task) | both)
 
 
-def _with_means(clients: dict[str, report_schemas.ClientEvaluation]) -> dict[str, Any]:
-    """The clients' figures, and their means by role and split."""
-    roles = sorted({client.role for client in clients.values()})
-    by_split = {role: _mean_accuracy([client for client in clients.values() if client.role == role]) for role in roles}
+def _with_means(clients: dict[str, report_schemas.ClientEvaluation], task: str) -> dict[str, Any]:
+    """The clients' figures and their means by role and split, each with its interval."""
+    by_role: dict[str, list[report_schemas.ClientEvaluation]] = {}
+    for name, client in clients.items():
+        clients[name] = client.model_copy(update={"bounds": _bounds([client], task)})
+        by_role.setdefault(client.role, []).append(client)
+    by_split = {role: _mean_accuracy(own) for role, own in sorted(by_role.items())}
     mean = {role: splits["test"] for role, splits in by_split.items() if "test" in splits}
-    return {"clients": clients, "mean": mean, "by_split": by_split}
+    bounds = {role: _bounds(own, task) for role, own in sorted(by_role.items())}
+    return {"clients": clients, "mean": mean, "by_split": by_split, "bounds": bounds}
+
+
+def _bounds(clients: list[report_schemas.ClientEvaluation], task: str) -> dict[str, report_schemas.Bounds]:
+    splits = sorted({split for client in clients for split in client.splits})
+    found = {
+        split: report_schemas.bounds_of([client for client in clients if split in client.splits], split, task)
+        for split in splits
+    }
+    return {split: bounds for split, bounds in found.items() if bounds is not None}
 
 
 def _client_evaluation(federation: Federation, name: str, row: Any) -> report_schemas.ClientEvaluation:

@@ -1,8 +1,14 @@
-"""Checks of an export's card against the facts that the coordinator knows."""
+"""The coordinator's own exports, without class weights, and checks of others' cards against the facts that it knows."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+from zipfile import ZipFile
 
 from pydantic import ValidationError
 
@@ -12,10 +18,51 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.resources.results.facts import Known, known_of
 from promptfed.shared.api import export_card
 from promptfed.shared.canonical import parse_json
+from promptfed.shared.cards.card_text import described, markdown, version
+from promptfed.shared.methods.core.interface import why_not_alone
 from promptfed.shared.spec.spec import SpecError
 
+NO_BACKBONE = "the coordinator has no backbone: `promptfed export` makes class weights for plain open_clip code"
 SHOWN = 200  # letters of a value that a refusal names
 Differences = dict[str, str]  # explanations by place in the card
+
+
+def made(known: Known, federation: Federation) -> dict[str, bytes | Path]:
+    """The files of an export of what the coordinator knows, by name."""
+    names, source = export_card.classes_of(known.view)
+    states = {export_card.STATE_FILE: known.state}
+    if known.view.state == "finished" and known.facts.selection is not None and known.view.round > known.facts.round:
+        states[export_card.FINAL_FILE] = known.final()
+    card = export_card.Card(
+        **dict(known.facts),
+        class_names=names,
+        class_names_from=source,
+        use=export_card.Use(
+            open_clip=False,
+            promptfed=names is not None and why_not_alone(federation.method, federation.context) is None,
+            why_not_open_clip=NO_BACKBONE,
+        ),
+        files={name: state.file for name, state in sorted(states.items())},
+        made=export_card.Made(at=datetime.now(UTC).isoformat(timespec="seconds"), promptfed=version()),
+    )
+    text = markdown(card, None).encode()
+    card.files = dict(sorted({**card.files, export_card.MARKDOWN_FILE: described(text, None)}.items()))
+    body = (json.dumps(card.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n").encode()
+    return {
+        **{name: state.body for name, state in states.items()},
+        export_card.MARKDOWN_FILE: text,
+        export_card.JSON_FILE: body,
+    }
+
+
+def zipped(files: Mapping[str, bytes | Path], folder: Path) -> IO[bytes]:
+    """The files in an archive, stored as they are: tensors hardly compress. It lies unnamed in ``folder``."""
+    archive: IO[bytes] = TemporaryFile(dir=folder)  # noqa: SIM115 - closed with the answer that reads it
+    with ZipFile(archive, "w") as packed:
+        for name, body in files.items():
+            packed.writestr(name, body) if isinstance(body, bytes) else packed.write(body, name)
+    archive.seek(0)
+    return archive
 
 
 def check_card(registry: Registry, federation: Federation, round: int, body: bytes) -> None:
@@ -87,9 +134,9 @@ def _wrong_files(card: export_card.Card, expected: Known) -> Differences:
         )
     for name in sorted({export_card.STATE_FILE, export_card.MARKDOWN_FILE} - files.keys()):
         wrong[f"files.{name}"] = "an export has this file, and its card names it"
-    if export_card.STATE_FILE in files and not _is_same(files[export_card.STATE_FILE], expected.state):
-        wrong[f"files.{export_card.STATE_FILE}"] = f"the state's file is {_short(expected.state)}"
-    if export_card.FINAL_FILE in files and not _is_same(files[export_card.FINAL_FILE], expected.final()):
+    if export_card.STATE_FILE in files and not _is_same(files[export_card.STATE_FILE], expected.state.file):
+        wrong[f"files.{export_card.STATE_FILE}"] = f"the state's file is {_short(expected.state.file)}"
+    if export_card.FINAL_FILE in files and not _is_same(files[export_card.FINAL_FILE], expected.final().file):
         wrong[f"files.{export_card.FINAL_FILE}"] = "it is not the last round's state"
     if (export_card.BACKBONE_CONFIG in files) != (export_card.BACKBONE_WEIGHTS in files):
         wrong["files"] = "a backbone is its configuration and its weights together"

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 from promptfed.coordinator.domain.federation import Federation
@@ -20,19 +21,29 @@ from promptfed.shared.api import export_card
 from promptfed.shared.api.api_schemas import ClientView, FederationView
 from promptfed.shared.api.report_schemas import CentralPrivacy, EvaluationReport, RoundReport, SpentPrivacy
 from promptfed.shared.canonical import canonical_json
+from promptfed.shared.cards.card_text import described
 from promptfed.shared.methods import METHODS
 from promptfed.shared.spec.spec import TEMPLATE
 from promptfed.shared.tensors import Arrays, decode_place, encode, method_part, state_hash
 
 
 @dataclass(frozen=True)
+class Exported:
+    """The method's part of a state, its bytes (the stored ones where it has no other), and its entry in a card."""
+
+    state: Arrays
+    body: bytes | Path
+    file: export_card.CardFile
+
+
+@dataclass(frozen=True)
 class Known:
-    """The coordinator's data on a result; ``state`` and ``final``: the files of its state and of the last one."""
+    """The coordinator's data on a result: its state, and ``final``, the last round's."""
 
     view: FederationView
     facts: export_card.Facts
-    state: export_card.CardFile
-    final: Callable[[], export_card.CardFile]
+    state: Exported
+    final: Callable[[], Exported]
 
 
 def known_of(registry: Registry, federation: Federation, round: int) -> Known:
@@ -45,31 +56,23 @@ def known_of(registry: Registry, federation: Federation, round: int) -> Known:
         clients = [client_view(row) for row in session.scalars(queries.clients(federation.id).order_by(ClientRow.name))]
         begun = (number for number in rounds(session, federation.id) if number <= round)
         tally = Tally(round_report(session, federation, number) for number in begun)
-    state, file = _exported(registry, stored)
-    return Known(
-        view, _facts(view, clients, tally, state_hash(state), round), file, lambda: _exported(registry, last)[1]
-    )
+    exported = _exported(registry, stored)
+    facts = _facts(view, clients, tally, state_hash(exported.state), round)
+    return Known(view, facts, exported, lambda: _exported(registry, last))
 
 
-def _exported(registry: Registry, stored: StateRow) -> tuple[Arrays, export_card.CardFile]:
-    """The method's part of a state, and its file."""
+def _exported(registry: Registry, stored: StateRow) -> Exported:
     place = registry.blobs.place(stored.sha256)
     whole, _ = decode_place(place)
     state = method_part(whole)
-    file = _described(state)
-    if len(state) == len(whole):  # exported byte for byte
-        size = len(place) if isinstance(place, bytes) else place.stat().st_size
-        file = file.model_copy(update={"bytes": size, "sha256": stored.sha256.removeprefix("sha256:")})
-    return state, file
-
-
-def _described(tensors: Arrays) -> export_card.CardFile:
-    body = encode(tensors)
-    shapes = {
-        name: export_card.TensorShape(shape=list(tensor.shape), dtype=tensor.dtype.name)
-        for name, tensor in sorted(tensors.items())
+    if len(state) < len(whole):
+        body = encode(state)
+        return Exported(state, body, described(body, state))
+    known = {
+        "bytes": len(place) if isinstance(place, bytes) else place.stat().st_size,
+        "sha256": stored.sha256.removeprefix("sha256:"),
     }
-    return export_card.CardFile(bytes=len(body), sha256=hashlib.sha256(body).hexdigest(), tensors=shapes)
+    return Exported(state, place, described(b"", state).model_copy(update=known))
 
 
 class Tally:

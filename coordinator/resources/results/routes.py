@@ -18,18 +18,20 @@ from pydantic import BaseModel
 from sqlalchemy import select
 
 from promptfed.coordinator import problems
+from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import EVENTS, Registry, Wait, wait
 from promptfed.coordinator.http import deps, openapi
 from promptfed.coordinator.http.tensors import TENSORS_TYPE, tensors_at
+from promptfed.coordinator.http.uploads import CHUNK
 from promptfed.coordinator.resources.federations import views
-from promptfed.coordinator.resources.results import numbers, rounds, states, verification
-from promptfed.coordinator.resources.results.exports import check_card
+from promptfed.coordinator.resources.results import exports, numbers, rounds, states, verification
 from promptfed.coordinator.resources.results.facts import known_of
 from promptfed.coordinator.store.backend import DatabaseAway
+from promptfed.coordinator.store.signing import Signer
 from promptfed.coordinator.store.tables import EventRow
 from promptfed.shared.api.api_schemas import CardSignature, PrivacyView, RemarkList, SpendList
-from promptfed.shared.api.export_card import Facts
+from promptfed.shared.api.export_card import JSON_FILE, MARKDOWN_FILE, SIGNATURE_FILE, Facts
 from promptfed.shared.api.report_schemas import ReplayReport, RoundPage, RoundReport
 from promptfed.shared.canonical import SIGNATURE_HEADER, export_statement, statement
 from promptfed.shared.messages import ENDED
@@ -146,6 +148,42 @@ def get_card(registry: deps.RegistryOf, federation: deps.Viewed, round: Round) -
     return known_of(registry, federation, round).facts
 
 
+@router.get(
+    "/rounds/{round}/card.md",
+    response_class=Response,
+    responses={
+        200: {"content": {"text/markdown": {}}, "description": "Markdown"},
+        **openapi.for_callers(problems.NoState),
+    },
+)
+def get_card_text(registry: deps.RegistryOf, federation: deps.Viewed, round: Round) -> Response:
+    """The card of an export for people."""
+    text = exports.made(known_of(registry, federation, round), federation)[MARKDOWN_FILE]
+    return Response(text, media_type="text/markdown; charset=utf-8")
+
+
+@router.get(
+    "/rounds/{round}/export",
+    response_class=StreamingResponse,
+    responses={
+        200: {"content": {"application/zip": {}}, "description": "ZIP"},
+        **openapi.for_callers(problems.NoState, problems.StorageFull),
+    },
+)
+def get_export(
+    registry: deps.RegistryOf, signer: deps.SignerOf, federation: deps.Viewed, caller: deps.IsViewer, round: Round
+) -> StreamingResponse:
+    """The result as `promptfed export` writes it, in an archive, without class weights; signed for operators."""
+    files = exports.made(known_of(registry, federation, round), federation)
+    signs, card = deps.is_operator(caller), files[JSON_FILE]
+    if signs and isinstance(card, bytes):
+        files[SIGNATURE_FILE] = f"{_signed(registry, signer, federation, round, card)}\n".encode()
+    archive = exports.zipped(files, registry.blobs.incoming)
+    name = f"{federation.name}{'' if signs else '-unsigned'}.zip"
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return StreamingResponse(iter(lambda: archive.read(CHUNK), b""), media_type="application/zip", headers=headers)
+
+
 @router.post(
     "/rounds/{round}/card/signature",
     responses=openapi.for_callers(problems.NoState, problems.ExportDiffers, problems.StorageFull),
@@ -159,10 +197,15 @@ def sign_card(
     body: Annotated[bytes, Depends(_body)],
 ) -> CardSignature:
     """Sign an export's card if all its facts match the coordinator's. The card has the digests of the other files."""
-    check_card(registry, federation, round, body)
+    exports.check_card(registry, federation, round, body)
+    signature = _signed(registry, signer, federation, round, body)
+    return CardSignature(signature=signature, public_key=signer.public_key)
+
+
+def _signed(registry: Registry, signer: Signer, federation: Federation, round: int, card: bytes) -> str:
     with registry.exclusively(), registry.database.write() as session:
-        audit.note(session, "export-signed", federation, round=round, card_sha256=hashlib.sha256(body).hexdigest())
-    return CardSignature(signature=signer.sign(export_statement(body)), public_key=signer.public_key)
+        audit.note(session, "export-signed", federation, round=round, card_sha256=hashlib.sha256(card).hexdigest())
+    return signer.sign(export_statement(card))
 
 
 @router.post("/rounds/{round}/replay", responses=openapi.for_callers(problems.NoState, problems.UpdatesGone))

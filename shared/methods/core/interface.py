@@ -546,6 +546,17 @@ def check_admission(
         method.admit(client, former, others())
 
 
+def why_not_alone(method: Method, others: Callable[[], ServerContext]) -> str | None:
+    """Why the global state alone cannot classify; None if it can."""
+    if method.personal and not method.state_tensors():
+        return f"{method.name} shares nothing: each client keeps what it has learned"
+    try:
+        check_admission(method, ClientInfo("nobody", "evaluator", 0, ()), None, others)
+    except MethodError:
+        return f"{method.name} classifies with what each client keeps to itself, which the federation never sees"
+    return None
+
+
 def layer(name: str, *shape: str, join: str = ".") -> tuple[TensorSpec, TensorSpec]:
     """Weight ``(o, i)`` and bias ``(o,)`` of a linear layer, or ``(d,)`` both of a layer norm, by symbols."""
     return TensorSpec(f"{name}{join}weight", shape), TensorSpec(f"{name}{join}bias", shape[:1])
