@@ -324,7 +324,7 @@ def read_policy(path: Path) -> tuple[Policy, str]:
         listed = "; ".join(
             f"{'.'.join(map(str, one['loc'])) or 'the file'}: "
             + ("this version does not know it" if one["type"] == "extra_forbidden" else offence(one))
-            for one in error.errors(include_url=False, include_context=False)
+            for one in error.errors()
         )
         raise ClientError(
             Exit.POLICY, f"the policy {path} is not understood: {listed}; see `promptfed policy example`"

@@ -239,10 +239,15 @@ def test_why_protected_work_failed_is_not_told(hidden: bool, error: Exception | 
         assert (raised.value.kind, "odd" in str(raised.value)) == ("evaluation-failed", False)
 
 
-@pytest.mark.parametrize(("own", "asked", "delta"), [(1e-5, 1e-4, 1e-5), (None, 1e-4, 1e-4), (None, None, 1e-2)])
-def test_a_ledger_of_test_images_begins_with_the_first_delta_that_is_named(own: Any, asked: Any, delta: float) -> None:
+@pytest.mark.parametrize(
+    ("own", "asked", "images", "delta"),
+    [(1e-5, 1e-4, 8, 1e-5), (None, 1e-4, 8, 1e-4), (None, None, 8, 1e-2), (None, None, 1, 1e-1)],
+)
+def test_a_ledger_of_test_images_begins_with_the_first_delta_that_is_named(
+    own: Any, asked: Any, images: int, delta: float
+) -> None:
     source = made_up_source()
-    source = replace(source, test=source.test.select(list(range(8))))
+    source = replace(source, test=source.test.select(list(range(images))))
     counts = NoisyCounts(info_of(delta=asked), Ledger(None), SeededNoise(1), cast(Any, None), 8.0, "a", "http://x")
     assert counts.begun(source, {}, own) is counts
     assert counts.ledger.delta() == delta
