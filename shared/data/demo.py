@@ -21,9 +21,9 @@ class Demo:
     unseen: tuple[str, str]
     batch_size: int
     template: str = TEMPLATE
-    method: str = "promptfl"
+    method: str = "fedtaskres"
     others: Mapping[str, int] = field(default_factory=dict)
-    class_names: tuple[str, ...] | None = None  # for methods with a row for each class
+    class_names: tuple[str, ...] | None = None  # None: those of the first client's data
     rounds: int = 8
     backbone: Mapping[str, str] = field(default_factory=dict)  # empty: the spec's own
     scans: tuple[str, ...] = ()  # sites whose DICOM files are drawn first; their URIs have {scans} for the folder
@@ -43,7 +43,6 @@ DEMOS: dict[str, Demo] = {
         clients=(("architect", "symbols:blueprint"), ("doodler", "symbols:quickdraw"), ("signmaker", "symbols:neon")),
         unseen=("sketchbook", "symbols:sketch"),
         batch_size=64,
-        method="fedtaskres",
         others={"fedclipadapter": 24, "promptfl": 8},
         class_names=tuple(symbol.name for symbol in SYMBOLS),
     ),
@@ -57,7 +56,6 @@ DEMOS: dict[str, Demo] = {
         clients=tuple((name, f"dicom:{{scans}}/{name}?index={{scans}}/index") for name in ("north", "south", "west")),
         unseen=("rural", "dicom:{scans}/rural?index={scans}/index"),
         batch_size=16,
-        method="fedtaskres",
         class_names=("clear", "line", "nodule", "stripes"),
         scans=("north", "south", "west", "rural"),
         backbone={"model": "promptfed-tiny", "pretrained": "embedded"},
@@ -70,7 +68,6 @@ DEMOS: dict[str, Demo] = {
         unseen=("poly", "solar?domain=poly&per_class=60"),
         batch_size=32,
         template="an electroluminescence photo of a {} solar cell.",
-        method="fedtaskres",
         class_names=("functional", "defective"),
     ),
     "digits": Demo(
@@ -80,7 +77,7 @@ DEMOS: dict[str, Demo] = {
             ("third", "digits?partition=iid&clients=3&client=2"),
         ),
         unseen=("negative", "digits?domain=inverted"),
-        batch_size=128,
+        batch_size=32,
         template="a photo of the digit {}.",
     ),
 }

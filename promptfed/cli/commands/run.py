@@ -514,12 +514,11 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
     }
     if demo.backbone:
         spec["backbone"] = demo.backbone
-    if demo.class_names:
-        spec["class_names"] = list(demo.class_names)
     uris = [uri for _, uri in (*demo.clients, demo.unseen)]
     try:
-        if not (all_drawn(uris) or demo.scans):
-            class_names_of(uris[0], "trainer")  # somebody else's package may be missing
+        if not ((all_drawn(uris) and demo.class_names) or demo.scans):
+            named = class_names_of(uris[0])  # somebody else's package may be missing
+        spec["class_names"] = list(demo.class_names or named)
         return resolve_spec(with_default_backbone(spec, uris)[0])
     except SpecError as error:
         raise Refused(str(error)) from None

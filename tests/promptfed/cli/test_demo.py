@@ -63,7 +63,7 @@ def log_says(folder: Path, log: str, text: str) -> bool:
 
 def check_result(result: dict[str, Any], data: str, method: str, rounds: int) -> None:
     figures = ["zero_shot", "federated", "intervals"]
-    assert list(result) == ["method", "rounds", "seconds", *figures, "bytes_up", "bytes_down"]
+    assert list(result) == ["method", "rounds", "seconds", *figures, "bytes_up", "bytes_down", "state_hash"]
     assert (result["method"], result["rounds"]) == (method, rounds)
     clients = {f"client:{name}" for name, _ in DEMOS[data].clients}
     splits = set(result["federated"])
