@@ -47,6 +47,8 @@ COMMANDS = {
     "POST /v1/federations/{federation}/rounds/{round}/replay": "federation replay",
     "GET /v1/federations/{federation}/rounds/{round}/card": "export",
     "POST /v1/federations/{federation}/rounds/{round}/card/signature": "export",
+    "GET /v1/federations/{federation}/rounds/{round}/card.md": "export",
+    "GET /v1/federations/{federation}/rounds/{round}/export": "export",
     "GET /v1/federations/{federation}/prompts": "federation prompts",
     "GET /v1/federations/{federation}/metrics": "federation metrics", "POST /v1/operators": "operator add",
     "GET /v1/operators": "operator list", "DELETE /v1/operators/{operator}": "operator remove",
