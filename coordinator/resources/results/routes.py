@@ -35,6 +35,7 @@ from promptfed.shared.api.export_card import JSON_FILE, MARKDOWN_FILE, SIGNATURE
 from promptfed.shared.api.report_schemas import ReplayReport, RoundPage, RoundReport
 from promptfed.shared.canonical import SIGNATURE_HEADER, export_statement, statement
 from promptfed.shared.messages import ENDED
+from promptfed.shared.service import digests
 
 router = openapi.router(prefix="/v1/federations/{federation}", tags=["results"])
 
@@ -180,7 +181,9 @@ def get_export(
         files[SIGNATURE_FILE] = f"{_signed(registry, signer, federation, round, card)}\n".encode()
     archive = exports.zipped(files, registry.blobs.incoming)
     name = f"{federation.name}{'' if signs else '-unsigned'}.zip"
-    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    digest = hashlib.file_digest(archive, "sha256").digest()
+    archive.seek(0)
+    headers = {"Content-Disposition": f'attachment; filename="{name}"', digests.WHOLE: digests.digest_field(digest)}
     return StreamingResponse(iter(lambda: archive.read(CHUNK), b""), media_type="application/zip", headers=headers)
 
 
