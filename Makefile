@@ -146,7 +146,7 @@ sbom: build-tools
 DIST ?= build/dist
 IMAGES ?= coordinator coordinator-torch client serve
 COMMIT = $$(git describe --always --dirty --abbrev=12 --exclude='*')
-VERSION = $$($(BIN)/python -c 'import promptfed; print(promptfed.__version__)')
+VERSION = $$($(abspath $(BIN))/python -c 'import promptfed; print(promptfed.__version__)')
 dist: sbom
 	@rm -rf $(DIST) && mkdir -p $(DIST)
 	PROMPTFED_COMMIT=$(COMMIT) $(BIN)/python -m build -q --no-isolation --outdir $(DIST)
