@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from io import BufferedRandom
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import Any
 from zipfile import ZipFile
 
 from pydantic import ValidationError
@@ -55,9 +56,9 @@ def made(known: Known, federation: Federation) -> dict[str, bytes | Path]:
     }
 
 
-def zipped(files: Mapping[str, bytes | Path], folder: Path) -> IO[bytes]:
+def zipped(files: Mapping[str, bytes | Path], folder: Path) -> BufferedRandom:
     """The files in an archive, stored as they are: tensors hardly compress. It lies unnamed in ``folder``."""
-    archive: IO[bytes] = TemporaryFile(dir=folder)  # noqa: SIM115 - closed with the answer that reads it
+    archive = TemporaryFile(dir=folder)  # noqa: SIM115 - closed with the answer that reads it
     with ZipFile(archive, "w") as packed:
         for name, body in files.items():
             packed.writestr(name, body) if isinstance(body, bytes) else packed.write(body, name)

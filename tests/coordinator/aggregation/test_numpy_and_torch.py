@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -167,8 +166,7 @@ def test_a_state_is_adopted_for_the_clients_and_forgets_one(monkeypatch: pytest.
     supplied = call(federation, "initial_state", replace(context, clients=context.clients[:1]))
     adopted = global_state.adopted(federation, supplied, context)
     assert len(adopted["client_contexts"]) == 3
-    clients: Any = {one.name: SimpleNamespace(info=lambda one=one: one) for one in context.clients}
-    known = replace(federation, clients=clients, shape=context.shape)
+    known = replace(federation, clients={one.name: one for one in context.clients}, shape=context.shape)
     moved = {name: tensor + 1 for name, tensor in adopted.items()}
     after = global_state.forgotten(known, moved, "a", context)
     assert (after["answered"].tolist(), moved["answered"].tolist()) == ([1, 0, 1], [1, 1, 1])

@@ -283,7 +283,7 @@ def test_an_admitted_update_is_aggregated_from_memory_and_to_the_same_state(coor
         drive(clients)
         hashes.append(coordinator.get(federation)["state_hash"])
     assert hashes[0] == hashes[1]
-    assert not coordinator.registry.blobs.admitted._kept
+    assert not coordinator.registry.blobs.admitted._values
 
 
 @pytest.mark.both_databases
