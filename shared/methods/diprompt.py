@@ -89,6 +89,7 @@ class DiPrompt(pf.Method):
     metrics = ("loss", "query_loss", "domain_share_*")
     evaluation_metrics = (pf.SHARE + "*",)
     shares = ("domain_share_*",)
+    Hyper = DiPromptHyper
     hyper: DiPromptHyper
     defaults = pf.defaults(20, epochs=5, batch_size=16, learning_rate=0.005)
 

@@ -108,6 +108,7 @@ class FedAPT(pf.Method):
     paper = "Su et al., Federated Adaptive Prompt Tuning for Multi-Domain Collaborative Learning (FedAPT), 2024"
     unprotected = "a prompt for every class has too many numbers for a useful noise"
     one_payload = False  # each client is handed its own key
+    Hyper = FedAPTHyper
     hyper: FedAPTHyper
     needs = pf.Needs(join_when_extended=False)
     metrics = ("loss",)

@@ -55,6 +55,7 @@ class FedAvg(WeightMethod):
     summary = "The image tower's own weights, all or a part, fine-tuned by each client and averaged."
     paper = "McMahan et al., Communication-Efficient Learning of Deep Networks (FedAvg), 2017"
     several_labels = True
+    Hyper = FedAvgHyper
     hyper: FedAvgHyper
 
     @property
@@ -214,6 +215,7 @@ class FedProx(WeightMethod):
     summary = "FedAvg of the image tower with a penalty on the distance to the received weights."
     paper = "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), 2020"
     several_labels = True
+    Hyper = FedProxHyper
     hyper: FedProxHyper
 
     def extra_loss(self, tower: TrainedTower, head: Head) -> visual.Term | None:
@@ -266,6 +268,7 @@ class FedBABU(PrivateHeadMethod):
     name = "fedbabu"
     summary = "A shared image tower trained under a head that never changes, fine-tuned by each client for itself."
     paper = "Oh et al., FedBABU: Toward Enhanced Representation for Federated Image Classification, 2022"
+    Hyper = FedBABUHyper
     hyper: FedBABUHyper
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
@@ -301,6 +304,7 @@ class SingleSetFull(WeightMethod):
     summary = "Each client fine-tunes the image tower for itself and never shares it."
     paper = "SingleSet-Full in pFedPG's tables (Yang et al., 2023)"
     personal = True
+    Hyper = HeadHyper
     hyper: HeadHyper
 
     def __init__(self, hyper: HeadHyper):
@@ -347,6 +351,7 @@ class PerFedAvg(WeightMethod):
     name = "perfedavg"
     summary = "Image tower weights from which one step on a client's own images leads far (first-order MAML)."
     paper = "Fallah et al., Personalized Federated Learning with Theoretical Guarantees (Per-FedAvg), 2020"
+    Hyper = PerFedAvgHyper
     hyper: PerFedAvgHyper
     personal = True
     defaults = WeightMethod.defaults | pf.defaults(

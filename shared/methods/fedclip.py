@@ -61,6 +61,7 @@ class FedCLIP(pf.Method):
     paper = "Lu et al., FedCLIP: Fast Generalization and Personalization for CLIP in Federated Learning, 2023"
     several_labels = True
     protects = True
+    Hyper = FedCLIPHyper
     hyper: FedCLIPHyper
     defaults = pf.defaults(20, epochs=3, batch_size=32, optimizer="adam", learning_rate=4e-4, weight_decay=0)
     disclosures = (

@@ -40,6 +40,7 @@ class FedCLIPAdapter(pf.Method):
     paper = "Gao et al., CLIP-Adapter: Better Vision-Language Models with Feature Adapters, 2021, made federated"
     several_labels = True
     protects = True
+    Hyper = FedCLIPAdapterHyper
     hyper: FedCLIPAdapterHyper
     defaults = pf.defaults(epochs=5, batch_size=32, optimizer="adam", learning_rate=0.1, weight_decay=0)
     disclosures = (

@@ -59,6 +59,7 @@ class FedCoCoOp(pf.SharedContextMethod):
     paper = "Zhou et al., Conditional Prompt Learning for Vision-Language Models (CoCoOp), 2022; averaged by FedAvg"
     several_labels = True
     protects = True
+    Hyper = FedCoCoOpHyper
     hyper: FedCoCoOpHyper
     disclosures = (
         pf.AGGREGATE,
@@ -181,6 +182,7 @@ class FedMaple(pf.Method):
     paper = "Khattak et al., MaPLe: Multi-modal Prompt Learning, 2023; averaged as in PLAN's tables"
     several_labels = True
     protects = True
+    Hyper = FedMapleHyper
     hyper: FedMapleHyper
     needs = visual.NEEDS
     defaults = pf.defaults(20, epochs=1, batch_size=32, learning_rate=0.0035)

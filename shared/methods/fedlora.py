@@ -48,6 +48,7 @@ class FedLoRA(pf.Method):
     name = "fedlora"
     summary = "Low-rank changes of the attention of both towers (LoRA), averaged over clients."
     paper = "Zanella & Ben Ayed, CLIP-LoRA, 2024; averaged as in FL2oRA (Singha et al., 2025)"
+    Hyper = FedLoRAHyper
     hyper: FedLoRAHyper
     needs = visual.NEEDS
     defaults = pf.defaults(50, optimizer="adamw", learning_rate=2e-4, weight_decay=0.01, batch_size=32, epochs=1)

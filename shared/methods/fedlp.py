@@ -35,6 +35,7 @@ class FedLP(pf.Method):
     summary = "A linear probe of image prototypes and weighted text features, whose steps need no learning rate."
     paper = "Huang et al., LP++: A Surprisingly Strong Linear Probe for Few-Shot CLIP, 2024, made federated"
     unprotected = "its steps have a length that follows from all images together"
+    Hyper = FedLPHyper
     hyper: FedLPHyper
     defaults = pf.defaults(epochs=20)
     ignores = pf.STEPS

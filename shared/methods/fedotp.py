@@ -114,6 +114,7 @@ class FedOTP(PrivateContextMethod):
     paper = "Li et al., Global and Local Prompts Cooperation via Optimal Transport for Federated Learning, 2024"
     needs = pf.Needs(patch_tokens=True)
     protects = True
+    Hyper = FedOTPHyper
     hyper: FedOTPHyper
     defaults = pf.defaults(10, epochs=5, batch_size=32, learning_rate=0.001)
 

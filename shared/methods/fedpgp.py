@@ -39,6 +39,7 @@ class FedPGP(pf.SharedContextMethod):
     several_labels = True
     personal = True
     protects = True
+    Hyper = FedPGPHyper
     hyper: FedPGPHyper
     shared = TensorSpec("global_context", ("m", "d_t"))
     defaults = pf.defaults(10, epochs=5, learning_rate=0.001)

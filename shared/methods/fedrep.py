@@ -48,6 +48,7 @@ class FedRep(PrivateHeadMethod):
     name = "fedrep"
     summary = "A shared image tower under heads of each client's own, the head trained before the tower."
     paper = "Collins et al., Exploiting Shared Representations (FedRep), 2021"
+    Hyper = FedRepHyper
     hyper: FedRepHyper
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:

@@ -34,6 +34,7 @@ class FedTaskRes(pf.Method):
     paper = "Yu et al., Task Residual for Tuning Vision-Language Models, 2023, made federated"
     several_labels = True
     protects = True
+    Hyper = FedTaskResHyper
     hyper: FedTaskResHyper
     defaults = pf.defaults(epochs=1, batch_size=32, optimizer="adam", learning_rate=0.03, weight_decay=0)
     disclosures = (

@@ -64,6 +64,7 @@ class FedTPG(pf.Method):
     several_labels = True
     of_names = True
     protects = True
+    Hyper = FedTPGHyper
     hyper: FedTPGHyper
     metrics = ("loss", "context_cosine")
     defaults = pf.defaults(

@@ -43,6 +43,7 @@ class VptHyper(VisualHyper):
 class VisualPromptMethod(pf.Method):
     """Base of the methods that train visual prompts ``(depth_v, m, d_v)`` under a text or a linear head."""
 
+    Hyper = VptHyper
     hyper: VptHyper
     needs = visual.NEEDS
     defaults = pf.defaults(20, epochs=1, batch_size=32)
@@ -145,6 +146,7 @@ class FedVPTDeep(FedVPT):
     summary = "Visual prompts in every block, averaged over clients; text head, or a private linear one."
     protects = True
     several_labels = True
+    Hyper = FedVPTDeepHyper
     hyper: FedVPTDeepHyper
 
 
@@ -236,6 +238,7 @@ class FedPR(FedVPT):
     summary = "Deep visual prompts that clients move only in the null space of the global ones."
     paper = "Feng et al., Learning Federated Visual Prompt in Null Space for MRI Reconstruction (FedPR), 2023"
     unprotected = "its steps are projected after the optimizer's, which the noise has not been fitted to"
+    Hyper = FedPRHyper
     hyper: FedPRHyper
     defaults = pf.defaults(50, epochs=10, batch_size=32, optimizer="adam", learning_rate=0.1, weight_decay=0.0)
 

@@ -96,6 +96,7 @@ class PFedMoAP(ClientRowsMethod):
     paper = "Luo et al., Mixture of Experts Made Personalized: Federated Prompt Learning (pFedMoAP), 2025"
     personal = True
     protects = True
+    Hyper = PFedMoAPHyper
     hyper: PFedMoAPHyper
     defaults = pf.defaults(10, epochs=5, batch_size=16, learning_rate=0.002)
     disclosures = (

@@ -189,6 +189,7 @@ class PFedPG(pf.Method):
     summary = "Visual prompts generated for each client at the coordinator, which learns from the clients' changes."
     paper = "Yang et al., Efficient Model Personalization in FL via Client-Specific Prompt Generation (pFedPG), 2023"
     protects = True
+    Hyper = PFedPGHyper
     hyper: PFedPGHyper
     personal = True
     takes_evaluators = False  # a head is made by training only

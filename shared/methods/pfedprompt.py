@@ -87,6 +87,7 @@ class PFedPrompt(PromptFL):
     paper = "Guo et al., pFedPrompt: Learning Personalized Prompt for Vision-Language Models, 2023 (a reconstruction)"
     personal = True
     unprotected = "it keeps features of a client's images, untouched by noise"
+    Hyper = PFedPromptHyper
     hyper: PFedPromptHyper
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:

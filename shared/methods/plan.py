@@ -152,6 +152,7 @@ class Plan(pf.Method):
     paper = "Gong et al., Federated Domain Generalization via Prompt Learning and Aggregation (PLAN), 2024"
     unprotected = "its aggregators have millions of numbers"
     change_per_number = 0.5  # prompts pass through the perceptrons in each round, so long ones grow from round to round
+    Hyper = PlanHyper
     hyper: PlanHyper
     needs = visual.NEEDS
     defaults = pf.defaults(20, {"aggregation": {"weighting": "uniform"}}, epochs=1, batch_size=32, learning_rate=0.0015)

@@ -135,6 +135,7 @@ class PromptFLProx(PromptFL):
     paper = "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), 2020; PromptFL as above"
     several_labels = True
     protects = True
+    Hyper = PromptFLProxHyper
     hyper: PromptFLProxHyper
 
     def penalty(self, context: pf.ClientContext, start: Tensor) -> pf.Penalty:
@@ -179,6 +180,7 @@ class PromptFLFT(PromptFL):
     personal = True
     protects = True
     fine_tunes = True
+    Hyper = PromptFLFTHyper
     hyper: PromptFLFTHyper
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
@@ -218,6 +220,7 @@ class PromptFLPer(PrivateContextMethod):
     paper = "Arivazhagan et al., Federated Learning with Personalization Layers (FedPer), 2019; PromptFL as above"
     several_labels = True
     protects = True
+    Hyper = PromptFLPerHyper
     hyper: PromptFLPerHyper
     defaults = PromptFL.defaults
     shared = TensorSpec("context", ("m_s", "d_t"))
@@ -319,6 +322,7 @@ class FedKgCoOp(PromptFL):
     paper = "Yao et al., Visual-Language Prompt Tuning with Knowledge-guided Context Optimization (KgCoOp), 2023"
     several_labels = True
     protects = True
+    Hyper = FedKgCoOpHyper
     hyper: FedKgCoOpHyper
 
     def penalty(self, context: pf.ClientContext, start: Tensor) -> pf.Penalty:
@@ -348,6 +352,7 @@ class PromptFolio(PrivateContextMethod):
     paper = "Pan et al., Federated Learning from Vision-Language Foundation Models (PromptFolio), 2024"
     several_labels = True
     protects = True
+    Hyper = PromptFolioHyper
     hyper: PromptFolioHyper
     defaults = pf.defaults(10, epochs=5, batch_size=16, learning_rate=0.002)
 
@@ -399,6 +404,7 @@ class PromptFLAMP(ClientRowsMethod):
     paper = "Huang et al., Personalized Cross-Silo Federated Learning on Non-IID Data (FedAMP), 2021; PromptFL as above"
     personal = True
     protects = True
+    Hyper = PromptFLAMPHyper
     hyper: PromptFLAMPHyper
     defaults = PromptFL.defaults
     disclosures = (

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import httpx
 import pytest
@@ -17,6 +20,7 @@ from promptfed.coordinator.domain.round_machine import poisson_sample
 from promptfed.coordinator.engine import registry as registries
 from promptfed.coordinator.engine.metrics import UNTELLING
 from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
+from promptfed.shared.api.export_card import JSON_FILE
 from promptfed.shared.privacy.accounting import Event, epsilon_of, replace_one_epsilon
 from promptfed.shared.privacy.noise import NoiseStream, SeededNoise
 from promptfed.shared.tensors import Tensors
@@ -262,6 +266,8 @@ OF_VIEWERS = {
     FEDERATION: "without who is asked, awaited or has answered, and without the phase's deadline",
     f"{FEDERATION}/prompts": "the noised states, which the amplified epsilon covers",
     f"{FEDERATION}/rounds/{{round}}/card": "a card, without bytes and counted updates",
+    f"{FEDERATION}/rounds/{{round}}/card.md": "that card in words",
+    f"{FEDERATION}/rounds/{{round}}/export": "that card and the states",
     f"{FEDERATION}/enrolment-tokens": "who has enrolled, which is public",
 }
 
@@ -300,8 +306,10 @@ def test_no_channel_of_a_viewer_tells_who_took_part(coordinator: InThread, viewe
             assert "samples its clients in secret" in answer.json()["detail"]
         assert read(coordinator, path, federation, coordinator.operator).status_code in (200, 404), path
     card = read(coordinator, f"{FEDERATION}/rounds/{{round}}/card", federation, viewer).json()
-    assert card["bytes"] is None
-    assert {one["updates_counted"] for one in card["participants"]} == {None}
+    archive = ZipFile(BytesIO(read(coordinator, f"{FEDERATION}/rounds/{{round}}/export", federation, viewer).content))
+    for facts in (card, json.loads(archive.read(JSON_FILE))):
+        assert facts["bytes"] is None
+        assert {one["updates_counted"] for one in facts["participants"]} == {None}
     assert card["privacy"]["epsilon_if_secret"] < card["privacy"]["epsilon_max"]
     other, _ = created(coordinator, ("p", "q"), name="open", participation={"min_clients": 2})
     assert read(coordinator, f"{FEDERATION}/rounds", other, viewer).status_code == 200

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -319,7 +318,7 @@ class Method(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     paper: ClassVar[str]
-    Hyper: ClassVar[type[Hyperparameters]]  # by default the module's class that annotates `hyper`
+    Hyper: ClassVar[type[Hyperparameters]]
     needs: Needs = Needs()  # of the method, or of its instance if hyperparameters change it
     defaults: ClassVar[dict[str, Any]] = {}  # defaults for the spec: rounds, training, aggregation, participation
     personal: bool = False  # whether classifiers use private state, so that they differ by client
@@ -336,12 +335,6 @@ class Method(ABC):
     change_per_number: ClassVar[float] = 10.0  # largest admitted root mean square of a change
     # Fields of the spec's training that change nothing: other values are refused.
     ignores: ClassVar[tuple[str, ...]] = ()
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        named = vars(sys.modules[cls.__module__]).get(vars(cls).get("__annotations__", {}).get("hyper"))
-        if named is not None and "Hyper" not in vars(cls):
-            cls.Hyper = named
 
     def __init__(self, hyper: Hyperparameters):
         self.hyper = hyper

@@ -89,6 +89,7 @@ class FastPT(pf.ContextMethod):
         "Chen et al., FaST-PT: Multi-Modal Style Transfer-based Prompt Tuning for Federated Domain Generalization, 2026"
     )
     unprotected = "it sends what depends on transforms trained without noise"
+    Hyper = FastPTHyper
     hyper: FastPTHyper
     shared = GLOBAL
     needs = pf.Needs(domain_descriptions=True, join_when_extended=False)

@@ -373,6 +373,6 @@ def test_calibration_stands_in_the_document(finished: tuple[Path, dict[str, Any]
     right = [a == b for one in told for a, b in zip(one["labels"], one["predicted"], strict=True)]
     assert row["ece"] == [pytest.approx(calibration_error(sure, right), abs=1e-12)]
     assert (
-        "| method | test set | accuracy | over zero-shot | majority | AUROC | ECE | macro-F1 |"
+        "| method | test set | accuracy | over zero-shot | p below (Holm) | majority | AUROC | ECE | macro-F1 |"
         in (finished[0] / "table.md").read_text()
     )
