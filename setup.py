@@ -6,7 +6,7 @@ The build does not follow the links under promptfed/. A zip archive, or a checko
 import os
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 from setuptools.command.build_py import build_py
 
 FOLDERS = {
@@ -15,13 +15,20 @@ FOLDERS = {
     "promptfed.shared": "shared",
 }
 LINKED = tuple(pattern for name in FOLDERS.values() for pattern in (name, f"{name}.*"))
+COMPILED = ("__pycache__", "*.__pycache__")
 
 
 def packages() -> list[str]:
-    """Every package with its full name; an error if a folder is missing, since the wheel would be incomplete."""
-    found = ["promptfed", *(f"promptfed.{name}" for name in find_packages("promptfed", exclude=LINKED))]
+    """Every package with its full name; an error if a folder is missing, since the wheel would be incomplete.
+
+    Folders of data are among them: setuptools warns at length of each one that is not.
+    """
+    found = [
+        "promptfed",
+        *(f"promptfed.{name}" for name in find_namespace_packages("promptfed", exclude=LINKED + COMPILED)),
+    ]
     for package, folder in FOLDERS.items():
-        below = find_packages(folder)
+        below = find_namespace_packages(folder, exclude=COMPILED)
         if not below:
             raise SystemExit(f"{folder}/ holds no packages: build promptfed from a complete source tree")
         found += [package, *(f"{package}.{name}" for name in below)]

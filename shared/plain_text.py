@@ -6,6 +6,7 @@ import html
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from difflib import get_close_matches
 
 # Cc: ESC and other controls. Cf: what turns the direction of writing, or shows as nothing. Cs, Cn, Co: what terminals
@@ -55,6 +56,11 @@ def _code(letter: str) -> str:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """``number`` with its noun, as in ``1 trainer`` or ``2 trainers``; ``plural``: default: the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def moment(at: datetime) -> str:
+    """A time that a narrow table breaks between its parts: ``2026-11-29 06:58:27 UTC``."""
+    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def shortened(texts: Iterable[str], most: int = 5, between: str = ", ") -> str:

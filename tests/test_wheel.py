@@ -52,6 +52,7 @@ def build(hook: str, source: Path, out: Path) -> Path:
         [sys.executable, "-c", BUILD, hook, str(out)], cwd=source, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
+    assert "would be ignored" not in done.stderr, "360 lines of warnings would hide what make dist says"
     return out / done.stdout.splitlines()[-1]
 
 

@@ -2,7 +2,7 @@
 
 import { Plot } from "./charts.js";
 import { fill, h, panel, table } from "./dom.js";
-import { bytes, counted, duration, figure, gain, measure, percent, percentTick } from "./format.js";
+import { bytes, counted, duration, figure, gain, margin, measure, percent, percentTick } from "./format.js";
 import { badge, progress } from "./list.js";
 import { PINNED, resolvedFields, settingsOf } from "./schema.js";
 import { elapsed } from "./times.js";
@@ -123,16 +123,20 @@ function measures(some) {
 
 /** A row for each figure, a column for each federation. */
 function figuresTable(some) {
-  const last = ({ reports }) => reports.filter((one) => one.evaluation && Object.keys(one.evaluation.mean).length).at(-1)?.evaluation.mean ?? {};
+  const last = ({ reports }) => reports.filter((one) => one.evaluation && Object.keys(one.evaluation.mean).length).at(-1)?.evaluation;
   const total = (reports, key) => bytes(reports.reduce((sum, one) => sum + one[key], 0));
-  const against = (mean) => (mean ? `${percent(mean.accuracy)} (${gain(mean.zero_shot, mean.accuracy)})` : "–");
+  const against = (role) => (one) => {
+    const evaluation = last(one);
+    const mean = evaluation?.mean[role];
+    return mean ? [percent(mean.accuracy), h("small", { class: "under" }, gain(mean.zero_shot, mean.accuracy) + margin(evaluation.bounds?.[role]?.test))] : "–";
+  };
   const rows = [
     ["method", ({ view }) => view.spec.method.name],
     ["state", ({ view }) => view.state],
     ["rounds", ({ view }) => `${view.round} of ${view.spec.rounds}`],
     ["trainers", ({ view }) => String(view.clients.trainers)],
-    [`${measures(some).toLowerCase()} (gain)`, (one) => against(last(one).trainer)],
-    ["unseen (gain)", (one) => against(last(one).evaluator)],
+    [`${measures(some).toLowerCase()}, gain`, against("trainer")],
+    ["unseen, gain", against("evaluator")],
     ["training loss", ({ reports }) => figure(points(reports, lossOf).at(-1)?.y, 3)],
     ["elapsed", ({ view }) => (elapsed(view) === null ? "–" : duration(elapsed(view)))],
     ["sent up", ({ reports }) => total(reports, "bytes_up")],

@@ -12,7 +12,7 @@ export class Start {
     this.api = api;
     this.hooks = hooks;
     this.wrong = h("small", { class: "error", id: "wrong-run", role: "alert" });
-    this.text = h("textarea", { id: "run", rows: 5, spellcheck: "false", placeholder: "name: styles\nmethod: {name: promptfl}\nclients:\n  - {name: north, data: \"folder:/images\"}", on: { input: () => mark(this.text, this.wrong, "") } });
+    this.text = h("textarea", { id: "run", rows: 6, spellcheck: "false", placeholder: "name: styles\nmethod: {name: fedtaskres}\nclass_names: [sun, cloud]\nclients:\n  - {name: north, data: \"folder:/images\"}", on: { input: () => mark(this.text, this.wrong, "") } });
     this.file = h("input", { type: "file", id: "run-file", class: "unseen", accept: ".yaml,.yml,.json", on: { change: () => this.#read(this.file.files[0]) } });
     const make = h("button", { type: "button", on: { click: () => this.#make() } }, "Create from it");
     this.acts = new Acts(hooks.failed, make, h("label", { for: "run-file", class: "button" }, "Choose a file"));

@@ -40,7 +40,9 @@ export class Status {
     this.view = view;
     say(this.heading, view.name);
     if (moved) fill(this.badge, badge(view.state));
-    say(this.what, [view.spec.method.name, view.spec.backbone.model, counted(view.clients.trainers, "trainer"), counted(view.clients.evaluators, "evaluator")].join(" · "));
+    const { trainers, evaluators } = view.clients;
+    const who = [counted(trainers, "trainer"), evaluators ? counted(evaluators, "evaluator") : ""].filter(Boolean).map((text) => text.replace(" ", "\u00a0"));
+    say(this.what, [view.spec.method.name, view.spec.backbone.model, ...who].join(" · "));
     const told = view.reason && (REASONS[view.reason] ?? view.reason);
     this.reason.hidden = !told;
     say(this.reason, told);

@@ -95,7 +95,7 @@ def test_from_an_empty_coordinator_to_a_classified_picture(
     differing = page.get_by_role("region", name="Settings that differ").get_by_role("row", name="Method")
     expect(differing.first).to_contain_text(re.compile("fedtaskres.*promptfl"))
     figures = page.get_by_role("region", name="Figures of the federations")
-    expect(figures.get_by_role("row", name="accuracy (gain)")).to_contain_text("%")
+    expect(figures.get_by_role("row", name="accuracy, gain")).to_contain_text("%")
     assert visited.violations() == visited.wrong == []
 
     image = tmp_path / "picture.png"

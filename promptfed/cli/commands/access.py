@@ -17,7 +17,7 @@ from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.shared.api.api_schemas import AuditEntry, BrokenChain, ClientView, OperatorView, TokenView, check_chain
 from promptfed.shared.errors import BadInput, Refused
-from promptfed.shared.plain_text import counted
+from promptfed.shared.plain_text import counted, moment
 from promptfed.shared.service.invitation import COMMAND
 from promptfed.shared.service.reasons import why
 
@@ -81,7 +81,7 @@ def delete_updates(federation: Federation, client: Client, api: Api, yes: Yes = 
 
 
 def _client_row(view: ClientView) -> list[str]:
-    seen = view.last_seen.isoformat(timespec="seconds") if view.last_seen is not None else "never"
+    seen = moment(view.last_seen) if view.last_seen is not None else "never"
     standing = "withdrawn" if view.status == "withdrawn" else "name was reset" if view.reset else ""
     waiting = "" if view.joined else "joins at the next round"
     domain = f" ({view.domain.name})" if view.domain is not None else ""
@@ -156,7 +156,7 @@ def show_minted(minted: dict[str, str], out: Path | None, as_json: bool) -> None
 
 def good_until(view: TokenView | OperatorView) -> str:
     """The time at which a token expires, and whether it has expired."""
-    return view.expires_at.isoformat(timespec="seconds") + (", expired" if view.expired_at else "")
+    return moment(view.expires_at) + (", expired" if view.expired_at else "")
 
 
 def _list(api: Coordinator, federation: str, as_json: bool) -> None:

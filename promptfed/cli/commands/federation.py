@@ -20,7 +20,7 @@ from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.errors import EndedBadly, Failed, Misused
 from promptfed.shared.messages import ENDED, Role
 from promptfed.shared.methods import resolve_spec, with_default_backbone
-from promptfed.shared.plain_text import counted, percent, plain, size
+from promptfed.shared.plain_text import counted, moment, percent, plain, size
 
 group = app.group("federation", "Create, watch and steer federations at a coordinator.", "Operate federations")
 SPENT = ["client", "releases", "ε here", "replace-one", "its ledger", "ε planned", "δ", "noise multiplier", "noise"]
@@ -230,7 +230,7 @@ def _show_status(federation: FederationView) -> None:
     for one in federation.awaited:
         notes = [] if one.progress is None else [f"{one.progress:.0%} done"]
         about = f" ({', '.join(notes)})" if notes else ""
-        lines.append(f"waiting for {one.name}{about} until {one.until.isoformat()}")
+        lines.append(f"waiting for {one.name}{about} until {moment(one.until)}")
     for line in lines:
         say(plain(line))
 

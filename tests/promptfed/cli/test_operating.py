@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +123,7 @@ def test_clients_are_listed_and_one_is_reset(server: InThread, command: Command)
     shown = command("clients", "listing").stdout
     assert "trainer" in shown
     assert "takes part" in shown
+    assert re.search(r" \d\d:\d\d:\d\d ", shown), "a time breaks between its parts, if at all"
     assert "--client b" in command("reset", "listing", "b").stdout
     assert command.json("clients", "listing")[1]["reset"]
     assert command("reset", "listing", "nobody").exit_code == Exit.REFUSED
