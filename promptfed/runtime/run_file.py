@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -78,7 +77,11 @@ def read_run(path: Path, clients: int | None = None) -> RunFile:
         raise BadInput(text)
     entries = _entries(raw.pop("clients"), path)
     sites = _sites(entries, clients, path)
-    spec, chosen = completed({"name": path.stem, **raw}, sites)
+    raw = {"name": path.stem, **raw}
+    try:
+        spec, chosen = completed(raw, sites)
+    except DataError:  # a run file may be written before its data are there
+        spec, chosen = with_default_backbone(raw, data_of(sites))
     return RunFile(spec, sites, chosen)
 
 
@@ -87,18 +90,27 @@ def completed(
 ) -> tuple[dict[str, Any], str | None]:
     """``raw`` with what it leaves open and the data of ``sites`` say, and why it has its backbone.
 
-    These are the backbone, and the class names where the method needs a list of them and all clients have the same.
+    These are the backbone, and the class names where the method needs a list of them (`common_names`).
     ``names_of``: those of a URI; default: `class_names_of`.
+
+    Raises:
+        DataError: names are needed, and data of a site cannot be opened.
     """
     spec, chosen = with_default_backbone(raw, data_of(sites))
     if needs_class_names(spec):
         from promptfed.shared.data.registry import class_names_of
 
-        with suppress(DataError):  # it is told where the data are opened
-            named = {tuple((names_of or class_names_of)(site.data, site.role)) for site in sites}
-            if len(named) == 1:
-                spec["class_names"] = list(named.pop())
+        named = [(site.role, tuple((names_of or class_names_of)(site.data, site.role))) for site in sites]
+        if (names := common_names(named)) is not None:
+            spec["class_names"] = names
     return spec, chosen
+
+
+def common_names(named: Iterable[tuple[Role, Sequence[str]]]) -> list[str] | None:
+    """The class names of the trainer that has all those of ``named`` ``(role, names)``; None: there is none."""
+    lists = list(named)
+    everything = {name for _, names in lists for name in names}
+    return next((list(names) for role, names in lists if role == "trainer" and {*names} == everything), None)
 
 
 def data_of(sites: Iterable[Site]) -> list[str]:

@@ -15,7 +15,7 @@ from promptfed.experiments.bench.protocols import with_options
 from promptfed.experiments.bench.runner import costs
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
-from promptfed.runtime.run_file import RunFile
+from promptfed.runtime.run_file import RunFile, common_names
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import shape_of
 from promptfed.shared.data.registry import SharedSources
@@ -99,9 +99,9 @@ class Trials:
         self._names = self._common_names()
 
     def _common_names(self) -> list[str] | None:
-        """The classes of all trainers, if they have the same; methods with a row for each class need a list."""
-        named = {self._sources.open(site.data).class_names for site in self._run.sites if site.role == "trainer"}
-        return list(named.pop()) if len(named) == 1 else None
+        """The classes of the trainers (`common_names`); methods with a row for each class need a list."""
+        trainers = (site for site in self._run.sites if site.role == "trainer")
+        return common_names((site.role, self._sources.open(site.data).class_names) for site in trainers)
 
     def changes(self, method: str, rate: float | None = None) -> dict[str, Any]:
         """The keys of the run file that differ for ``method``, as they are to be written. Without ``rate`` it is left.
