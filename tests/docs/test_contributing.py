@@ -21,6 +21,9 @@ COPIED = ("promptfed", "shared", "coordinator", "client_service", "tests", "benc
 WALKS = re.findall(r"^## (Add .*?)\n(.*?)(?=^## )", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL | re.MULTILINE)
 PLACE = re.compile(r"`([\w./-]+\.\w+)`(?:, (at the end|above `([^`]+)`))?")
 PROGRAMS = {".venv/bin/python": [sys.executable], ".venv/bin/promptfed": [sys.executable, "-m", "promptfed"]}
+HALF_WRITTEN = shutil.ignore_patterns(
+    "*.pyc.*"
+)  # by other processes; compiled modules are copied with the times of their files
 USED = {
     "Add a method": 'promptfed.run({"name": "promptfl_sparse", "weight": 0.1}, data, rounds=1)',
     "Add a training field": 'assert promptfed.run("promptfl", data, rounds=1, label_smoothing=0.1).mean() > 0',
@@ -62,7 +65,7 @@ def put(tree: Path, said: str, block: str) -> None:
 def test_who_follows_it_arrives(title: str, walk: str, tmp_path: Path) -> None:
     for name in COPIED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        options = {"symlinks": True, "ignore": shutil.ignore_patterns("__pycache__")} if (ROOT / name).is_dir() else {}
+        options = {"symlinks": True, "ignore": HALF_WRITTEN} if (ROOT / name).is_dir() else {}
         copy(ROOT / name, tmp_path / name, **options)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}

@@ -74,8 +74,8 @@ def write_tables(folder: Path) -> None:
 
 PREPARED: dict[str, Callable[[Path], Any]] = {
     "tutorials/several-labels.md": write_tables,
-    "../README.md": lambda folder: write_folder(folder / "images", each=10),
-    "tutorials/your-own-images.md": lambda folder: write_folder(folder / "images", each=10),
+    "../README.md": lambda folder: write_folder(folder / "images", each=6),
+    "tutorials/your-own-images.md": lambda folder: write_folder(folder / "images", each=6),
     "guides/join-a-site.md": write_images,
     "guides/troubleshooting.md": write_images,
     "guides/deploy.md": write_run_file,
@@ -139,7 +139,9 @@ def run_page(name: str, folder: Path) -> str:
         .replace("8080", str(free_port()))
         .replace("/data/pets", str(folder / "images"))
     )
-    script = re.sub(r"^(promptfed tune [^\n]*?)(?: --seconds \d+)?$", r"\1 --seconds 10", script, flags=re.MULTILINE)
+    script = re.sub(
+        r"^(promptfed tune [^\n#]*?)(?: --seconds \d+)?( *(?:#.*)?)$", r"\1 --seconds 10\2", script, flags=re.M
+    )
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(folder),
         "XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config"),
