@@ -74,12 +74,14 @@ class FedPGP(pf.SharedContextMethod):
         """The client's ``U (m, b)`` and ``V (b, d_t)``, or ``D (m, d_t)`` of full rank: trained, or as it starts.
 
         Every client draws its own start from N(0, 0.02²), the same one whenever it asks. Where contexts are changes of
-        the template's words, V and D start at zero, as then the adaptation does.
+        the template's words, V and D start at zero, as then the adaptation does, and U from one draw for all clients
+        and seeds: V's first step goes by U, so that on few images its draw decided where a run ends.
         """
         shapes = self._shapes(context.backbone.d_t)
         if private:
             return {name: private[name] for name in shapes}
-        draws = pf.generator(context.seed, "fedpgp", context.client)
+        own = (context.seed, "fedpgp", context.client)
+        draws = pf.generator(*((0, "fedpgp") if self.of_template else own))
         std = {name: 0.0 if self.of_template and name != "U" else pf.INIT_STD for name in shapes}
         return {name: torch.randn(shape, generator=draws) * std[name] for name, shape in shapes.items()}
 

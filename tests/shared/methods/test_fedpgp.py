@@ -119,6 +119,18 @@ def test_the_private_start_is_the_clients_own(backbone: Backbone, make_context: 
     assert tried.adaptation(context, {"U": other["U"], "V": other["V"]})["V"] is other["V"]
 
 
+def test_beside_the_templates_words_the_start_is_everybodys(backbone: Backbone, make_context: Make) -> None:
+    """The adaptation is zero, and its first gradient is not; no draw of a client's or a seed's decides the end."""
+    context = make_context()
+    tried = make_method({"name": "fedpgp"})
+    assert isinstance(tried, FedPGP)
+    starts = [tried.adaptation(replace(context, client=name), {}) for name in ("hospital-a", "hospital-b")]
+    starts.append(tried.adaptation(context.with_terms(seed=7), {}))
+    assert all(torch.equal(starts[0]["U"], start["U"]) for start in starts)
+    assert not starts[0]["V"].any()
+    assert float(starts[0]["U"].abs().min()) > 0
+
+
 def test_classifies_with_the_personal_context(backbone: Backbone, make_context: Make) -> None:
     tried, payload, rows = method(), {"global_context": global_context(backbone)}, torch.arange(4)
     context = make_context()
