@@ -26,7 +26,7 @@ from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface import Method
 from tests import ROOT
 from tests.support import exports
-from tests.support.own_images import SHAPES, write_folder, write_scenes
+from tests.support.own_images import write_folder
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 
@@ -66,14 +66,7 @@ def write_images(folder: Path) -> None:
     shutil.copy(next((folder / "images").rglob("*.png")), folder / "photo.png")
 
 
-def write_tables(folder: Path) -> None:
-    write_scenes(folder, 150)
-    for seed, site in enumerate(("north", "south"), 1):
-        write_scenes(folder / site, 160, seed)
-
-
 PREPARED: dict[str, Callable[[Path], Any]] = {
-    "tutorials/several-labels.md": write_tables,
     "../README.md": lambda folder: write_folder(folder / "images", each=6),
     "tutorials/your-own-images.md": lambda folder: write_folder(folder / "images", each=6),
     "guides/join-a-site.md": write_images,
@@ -217,7 +210,7 @@ def the_images_were_learned(folder: Path, printed: str) -> None:
 
 def the_scores_have_means(folder: Path, printed: str) -> None:
     assert "Mean average precision on held-out training images" in printed
-    assert all(f"AUROC of {name}" in printed for name in SHAPES)
+    assert all(f"AUROC of {name}" in printed for name in ("circle", "square", "triangle", "bar"))
     assert {each["value"] for each in json.loads((folder / "score-north" / "score.json").read_text())["subgroups"]} >= {
         "old",
         "new",
