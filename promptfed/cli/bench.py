@@ -234,7 +234,7 @@ def finish(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[tables.T
     except ModuleNotFoundError:
         note(f"No plots, which need matplotlib: {get_extra('plots')}")
     if not as_json:
-        _show(bench, rows)
+        _show(bench, results)
         say(f"Wrote {', '.join(['results.json', 'table.md', *plots])} in {runner.out}.")
     return results
 
@@ -265,14 +265,17 @@ def run_suite(suite: str, runner: Runner, reduced: bool, seeds: str | None, as_j
         print_json(made)
 
 
-def _show(bench: Bench, rows: Sequence[tables.TableRow]) -> None:
-    header, lines = tables.cells(bench.columns, rows)
+def _show(bench: Bench, results: BenchResults) -> None:
+    header, lines = tables.cells(bench.columns, results.table)
     for columns in (range(1, len(header) - len(tables.COSTS)), range(len(header) - len(tables.COSTS), len(header))):
         shown = [0, *columns]  # accuracies, then costs: one table would be too wide for most terminals
         console.print(table(None, [header[k] for k in shown], [[line[k] for k in shown] for line in lines]))
     if any(tables.BELOW in text for line in lines for text in line):
         say(f"{tables.BELOW}: below zero-shot.")
-    for remark in tables.far_below(bench.columns, rows):
+    header, lines = tables.measures_cells([row for row in results.measures if row.over_zero_shot is not None])
+    if lines:
+        console.print(table("95 % intervals over images", header[:4], [line[:4] for line in lines]))
+    for remark in tables.far_below(bench.columns, results.table):
         say(remark)
 
 

@@ -329,7 +329,13 @@ def _pooled(clients: Iterable[Outcomes]) -> tuple[list[float], list[bool]]:
 
 
 def measures_table(rows: Sequence[Measures]) -> list[str]:
-    """The lines of the table in Markdown: percent, means over the seeds; in brackets 95 % intervals over images."""
+    """The lines of the table of `measures_cells` in Markdown."""
+    header, lines = measures_cells(rows)
+    return markdown_table(header, map(_escaped, lines), text_columns=(0, 1))
+
+
+def measures_cells(rows: Sequence[Measures]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines: percent, means over the seeds; in brackets 95 % intervals over images."""
     header = [
         "method",
         "test set",
@@ -346,8 +352,8 @@ def measures_table(rows: Sequence[Measures]) -> list[str]:
     ]
     lines = [
         [
-            markdown_cell(row.label),
-            markdown_cell(row.split),
+            row.label,
+            row.split,
             _percent(row.accuracy)
             + ("" if row.interval is None else " ({:.1f} to {:.1f})".format(*_points(row.interval))),
             "" if row.over_zero_shot is None else "{:+.1f} ({:+.1f} to {:+.1f})".format(*_points(row.over_zero_shot)),
@@ -356,7 +362,7 @@ def measures_table(rows: Sequence[Measures]) -> list[str]:
         ]
         for row in rows
     ]
-    return markdown_table(header, lines, text_columns=(0, 1))
+    return header, lines
 
 
 def _points(values: Sequence[float]) -> list[float]:
