@@ -165,16 +165,18 @@ def assert_weights_equal(found_by: Any, wanted_by: Any, module: torch.nn.Module,
     """Features with other weights of these ``names``, and the gradient of each."""
     given, names = dict(module.named_parameters()), list(names)
     shaken = {
-        name: (given[name] + 0.02 * noise(*given[name].shape, seed=3 + place).to(given[name])).detach()
+        name: (given[name] + 0.02 * noise(*given[name].shape, seed=3 + place).to(given[name])).detach().requires_grad_()
         for place, name in enumerate(names)
     }
-    ours, theirs = ({name: weight.clone().requires_grad_() for name, weight in shaken.items()} for _ in range(2))
-    found, wanted = found_by(ours), wanted_by(theirs)
-    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+
+    def passed(call: Any) -> Any:
+        features = call(shaken)
+        features = features[0] if isinstance(features, tuple) else features
+        loss = (features * noise(*features.shape, seed=9, dtype=features.dtype)).sum()
+        return features.detach(), torch.autograd.grad(loss, list(shaken.values()))
+
+    (found, gradients), (wanted, slopes) = passed(found_by), passed(wanted_by)
     assert_values(found, wanted)
-    weight = noise(*found.shape, seed=9, dtype=found.dtype)
-    gradients = torch.autograd.grad((found * weight).sum(), list(ours.values()))
-    slopes = torch.autograd.grad((wanted * weight).sum(), list(theirs.values()))
     for gradient, slope in zip(gradients, slopes, strict=True):
         assert_gradients(gradient, slope)
 
