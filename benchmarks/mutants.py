@@ -35,7 +35,8 @@ RESULTS = HERE / "results.jsonl"
 EQUIVALENT = (ROOT / "benchmarks" / "equivalent_mutants.txt").read_text().splitlines()
 PRODUCT = ("client_service", "coordinator", "shared")
 TIERS = {"first": "not slow and not extended", "second": "extended and not slow"}
-MOST_TESTS = 90
+MOST_TESTS = 400
+FIRST_CASES = 12  # of a parametrised test, before those of others
 KILLED, SURVIVED, UNTESTED, UNFINISHED, NOT_RUN = "killed", "survived", "no test", "unfinished", "cannot be run"
 
 SWAPPED: Mapping[type, tuple[type, ...]] = {
@@ -283,7 +284,7 @@ class Campaign:
                 near[test] = here[test] / (everywhere[test] + 50) / (0.1 + seconds[test]) ** 0.3
         left, functions, rank = self.options.limit / 2, Counter[str](), {}
         for test in sorted(near, key=lambda test: -near[test]):
-            rank[test] = functions[test.partition("[")[0]]  # one case of each function first, then a second one of each
+            rank[test] = functions[test.partition("[")[0]] // FIRST_CASES
             functions.update([test.partition("[")[0]])
         for test in sorted(rank, key=lambda test: rank[test])[:MOST_TESTS]:
             if seconds[test] <= left or not chosen:
