@@ -152,11 +152,13 @@ def literal_steps(kind: str, rate: float, b1: float, b2: float, tau: float, delt
 @pytest.mark.parametrize("kind", ["adagrad", "adam", "yogi"])
 def test_many_steps_equal_the_algorithm(kind: str) -> None:
     draws = torch.Generator().manual_seed(1)
-    deltas = (torch.randn(12, generator=draws) * 0.01).tolist()
-    state = steps(server_spec(optimizer=kind, beta1=0.5), [[delta, 0.0] for delta in deltas])
-    x, m, v = literal_steps(kind, 0.01, 0.5, 0.99, 1e-3, deltas)
-    for name, wanted in (("context", x), (MOMENTUM + "context", m), (SQUARE + "context", v)):
-        assert float(state[name][0, 0]) == pytest.approx(wanted, rel=1e-5)
+    many = (torch.randn(12, generator=draws) * 0.01).tolist()
+    for tau, deltas in ((1e-3, many), (0.5, [0.5, 0.25, 2.0])):  # the latter's squares are at v, below and above it
+        given = server_spec(optimizer=kind, beta1=0.5, tau=tau)
+        state = steps(given, [[delta, 0.0] for delta in deltas])
+        x, m, v = literal_steps(kind, 0.01, 0.5, 0.99, tau, deltas)
+        for name, wanted in (("context", x), (MOMENTUM + "context", m), (SQUARE + "context", v)):
+            assert float(state[name][0, 0]) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_without_momentum_it_is_the_plain_mean_bit_for_bit() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import torch
 
+from promptfed.coordinator.resources.federations.views import _warnings
 from promptfed.shared.privacy.accounting import COARSE, epsilon_of, training_event
 from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import ScriptedClient
@@ -134,3 +136,24 @@ def test_refused_tasks_of_budgets_and_policies_are_counted_by_kind(coordinator: 
     metrics = coordinator.http.get("/metrics").text
     assert 'promptfed_privacy_failures_total{kind="privacy-budget-exhausted"} 1.0' in metrics
     assert "MethodError" not in metrics
+
+
+@pytest.mark.parametrize(("privacy", "sums", "bare"), [(0, 0, True), (1, 0, False), (0, 1, False), (1, 1, False)])
+def test_warnings_name_what_protects_nothing_and_whom_they_are_about(privacy: bool, sums: bool, bare: bool) -> None:
+    def client(name: str, noise: str | None, planned: float | None, ledger: float = 0) -> Any:
+        last = SimpleNamespace(noise=noise, ledger_epsilon=ledger) if noise else None
+        plan = SimpleNamespace(epsilon_planned=planned) if planned else None
+        return SimpleNamespace(client=name, last=last, planned=plan)
+
+    spec = SimpleNamespace(secure_aggregation=True if sums else None)
+    federation: Any = SimpleNamespace(privacy=True if privacy else None, spec=spec)
+    nothing = "nothing is protected: whoever has the prompts or an update can test for a training image"
+    clients = [client("a", "secret", 2, 2.019), client("b", None, 2), client("c", "secret", 2, 1)]
+    assert _warnings(federation, clients) == ([nothing] if bare else [])
+    clients += [client("d", "seeded", 2, 2.021), client("e", "seeded", None, 9), client("f", "secret", 1, 3)]
+    clients += [client("g", None, None)]
+    assert _warnings(federation, clients)[bare:] == [
+        "noise from a seed, which protects nothing: d, e",
+        "an older version, which tells no plan of its training: e, g",
+        "ε of the ledger is over what this federation was to cost: other federations share it: d, f",
+    ]

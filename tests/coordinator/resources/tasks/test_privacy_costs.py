@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 
-from promptfed.shared.privacy.accounting import Event, epsilon_of, training_event
+from promptfed.coordinator.problems import PrivacyMismatch, PrivacyMissing
+from promptfed.coordinator.resources.tasks.privacy_costs import spent_by
+from promptfed.shared.messages import PrivacyEvent, SpendReport
+from promptfed.shared.privacy.accounting import COARSE, Event, epsilon_of, training_event
 from promptfed.shared.tensors.torch_tensors import encode
 from tests.support.coordinators import InThread
-from tests.support.open_phases import kind, open_first_phase
+from tests.support.open_phases import enrolled, kind, open_first_phase
 
 GOOD = {"context": torch.ones(4, 8)}
 
@@ -59,3 +65,41 @@ def test_an_unprotected_federation_takes_no_update_that_says_what_it_cost(coordi
     event = {"mechanism": "gaussian", "q": 1.0, "z": 1.0, "count": 1}
     spent = {"epsilon": 1.5, "delta": 1e-3, "noise": "secret", "events": [event]}
     assert kind(a.send(task, encode(GOOD, about | {"privacy": spent}))) == "privacy-mismatch"
+
+
+def spend(delta: float = 1e-3, times: float = 1.0, z: float = 1.0) -> SpendReport:
+    """Of 10 images; the ledger stands at ``times`` what the update costs alone."""
+    event = training_event(10, 32, 1, z)
+    epsilon = times * epsilon_of([event], delta, COARSE)
+    events = [PrivacyEvent.model_validate(event.as_json())]
+    return SpendReport(events=events, epsilon=epsilon, delta=delta, noise="secret")
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (spend(), None),
+        (spend(times=0.9901), None),
+        (spend(times=0.9899), "the ledger is said to stand at ε = "),
+        (spend(times=2), None),
+        (spend(1e-4), None),
+        (spend(1.001e-3), "δ = 0.001001 is larger than the federation allows (0.001)"),
+        (spend(0.1), "δ = 0.1 is not between 1e-10 and 1/10"),
+        (spend(z=1.01), "10 samples give {'mechanism': 'gaussian', 'q': 1.0, 'z': 1.0, 'count': 1}"),
+        (None, "is protected at level sample, and the update does not say what it cost"),
+    ],
+)
+def test_a_cost_is_held_against_the_terms(coordinator: InThread, told: SpendReport | None, why: str | None) -> None:
+    id, _ = enrolled(coordinator, "a", training={"epochs": 1}, privacy=SAMPLE | {"delta": 1e-3})
+    federation = coordinator.registry.get(id)
+
+    def stored() -> dict[str, Any] | None:
+        return spent_by(coordinator.registry.database, federation, federation.clients["a"], told)
+
+    if told is None or why is not None:
+        with pytest.raises(PrivacyMissing if told is None else PrivacyMismatch, match=re.escape(why or "")):
+            stored()
+        return
+    alone = epsilon_of([told.events[0].event()], told.delta, COARSE)
+    about = {"epsilon": alone, "ledger_epsilon": told.epsilon, "delta": told.delta, "noise_multiplier": 1.0}
+    assert about.items() <= (stored() or {}).items()

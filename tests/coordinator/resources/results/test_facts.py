@@ -1,0 +1,110 @@
+"""What the rounds of a federation add up to, for the card."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from promptfed.coordinator.resources.results.facts import Tally
+from promptfed.shared.api.report_schemas import SpentPrivacy
+
+
+def spent(epsilon: float | None, replaced: float | None, ledger: float, z: float, delta: float, noise: str) -> Any:
+    return SpentPrivacy.model_validate(
+        {"epsilon": epsilon, "epsilon_replace_one": replaced, "ledger_epsilon": ledger, "noise_multiplier": z}
+        | {"delta": delta, "noise": noise}
+    )
+
+
+A, B, C = spent(1, 7, 4, 2, 1e-3, "secret"), spent(3, 6, 5, 1, 1e-2, "seeded"), spent(2, 5, 3, 3, 1e-4, "secret")
+
+
+def phase(*clients: str, state: str | None = None, **more: Any) -> Any:
+    """What counts of a phase: updates of these clients, or a sum."""
+    updates = more.pop("updates", {})
+    counted = [SimpleNamespace(client=name) for name in clients]
+    told = [SimpleNamespace(client=name, privacy=privacy) for name, privacy in updates.items()]
+    return SimpleNamespace(
+        **{"counted": counted, "updates": told, "state_hash": state, "privacy": None, "secure": None, "unreadable": []}
+        | more
+    )
+
+
+def report(number: int, *phases: Any, evaluated: dict[str, int] | None = None) -> Any:
+    evaluation = SimpleNamespace(clients=evaluated, unreadable=["x"]) if evaluated is not None else None
+    stages = [*phases, *([evaluation] if evaluation is not None else [])]
+    about = {"bytes_up": 10**number, "bytes_down": 2 * 10**number, "stages": stages}
+    return SimpleNamespace(round=number, phases=list(phases), evaluation=evaluation, **about)
+
+
+def view(unit: str = "record", secure: Any = None, clients: int | None = None, **privacy: Any) -> Any:
+    rules = SimpleNamespace(clip=0.5, unit=unit, delta=1e-5, noise_multiplier=0.7, **privacy)
+    spec = SimpleNamespace(privacy=rules, evaluations="noisy", secure_aggregation=secure)
+    return SimpleNamespace(spec=spec, privacy=None if clients is None else SimpleNamespace(clients=clients))
+
+
+def test_rounds_add_up() -> None:
+    first, second = SimpleNamespace(epsilon=1), SimpleNamespace(epsilon=2)
+    tally = Tally(
+        [
+            report(0, evaluated={"a": 1}),
+            report(1, phase("a", "b", state="s1", privacy=first, unreadable=["u", "v"]), phase("a", privacy=second)),
+            report(2, phase(), phase(state="s2"), evaluated={"b": 1}),
+            report(3, phase("b"), evaluated={}),
+        ]
+    )
+    assert (tally.up, tally.down, tally.rounds_counted, tally.states, tally.unreadable) == (1111, 2222, 2, 2, 5)
+    assert tally.counted == {"a": 2, "b": 2}
+    assert tally.central is second, "the last that a phase tells"
+    assert tally.measured is not None
+    assert tally.measured[0] == 2, "the last with an answer"
+    assert tally.smallest_sum is None
+    assert Tally().privacy(view(level="none")) is Tally().sums(view(level="none")) is None
+
+
+@pytest.mark.parametrize(("sums", "smallest"), [([5, 3, 4], 3), ([None, 4, None, 6], 4), ([None], None)])
+def test_the_smallest_sum_is_told(sums: list[int | None], smallest: int | None) -> None:
+    told = [SimpleNamespace(sum_clients=size, privacy={"a": A} if size == 4 else None) for size in sums]
+    tally = Tally([report(1, *(phase(secure=secure) for secure in told))])
+    found = tally.sums(view(level="none", secure=SimpleNamespace(threshold=0.6)))
+    assert found is not None
+    assert (found.smallest_sum, found.threshold) == (smallest, 0.6)
+    assert tally.spent == ({"a": A} if 4 in sums else {})
+
+
+@pytest.mark.parametrize(
+    ("last", "wanted"),
+    [
+        ({"a": A, "b": B}, (3, 2, 7, 5, 2, 1e-2, 1, "seeded")),
+        ({"a": A, "b": C}, (2, 1.5, 7, 4, 2, 1e-3, 2, "secret")),
+        ({"a": A, "b": B, "c": C}, (3, 2, 7, 5, 3, 1e-2, 1, "seeded")),
+        ({"a": A, "b": spent(None, 9, 1, 2, 1e-3, "secret")}, (None, None, 9, 4, 2, 1e-3, 2, "secret")),
+        ({"a": A, "b": spent(9, None, 1, 2, 1e-3, "secret")}, (9, 5, None, 4, 2, 1e-3, 2, "secret")),
+        ({}, (None, None, None, None, 0, None, None, "secret")),
+    ],
+)
+def test_the_cost_is_that_of_whom_it_cost_most_by_each_client_s_last_update(
+    last: dict[str, SpentPrivacy], wanted: tuple[Any, ...]
+) -> None:
+    before = dict.fromkeys(last, spent(50, 50, 50, 0.1, 0.5, "seeded"))
+    tally = Tally([report(1, phase("a", updates=before)), report(2, phase("a", updates={**last, "old": None}))])
+    found = tally.privacy(view(level="sample", unit="group"))
+    assert found is not None
+    names = "epsilon_max epsilon_median epsilon_replace_one ledger_epsilon_max clients delta noise_multiplier noise"
+    assert tuple(getattr(found, name) for name in names.split()) == wanted
+    assert (found.level, found.unit, found.clip, found.rounds_counted) == ("sample", "group", 0.5, 2)
+    assert (found.evaluation, found.epsilon_if_secret) == ("noisy", None)
+
+
+@pytest.mark.parametrize(("clients", "told"), [(4, True), (None, False)])
+def test_the_cost_of_noise_at_the_coordinator_is_that_of_the_last_state(clients: int | None, told: bool) -> None:
+    about = SimpleNamespace(epsilon=1.5, epsilon_replace_one=2.5, epsilon_if_secret=0.5, noise="seeded")
+    tally = Tally([report(1, phase("a", state="s", privacy=about if told else None))])
+    found = tally.privacy(view(level="client", clients=clients))
+    assert found is not None
+    figures = (found.epsilon_max, found.epsilon_median, found.epsilon_replace_one, found.epsilon_if_secret, found.noise)
+    assert figures == ((1.5, 1.5, 2.5, 0.5, "seeded") if told else (None, None, None, None, "central"))
+    assert (found.level, found.unit, found.clip, found.clients) == ("client", "client", 0.5, clients or 0)
+    assert (found.delta, found.noise_multiplier, found.rounds_counted) == (1e-5, 0.7, 1)
