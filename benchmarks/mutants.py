@@ -80,7 +80,7 @@ def replacements(node: ast.AST) -> Iterator[ast.AST]:
         case ast.Constant(value=bool(value)):
             yield ast.Constant(not value)
         case ast.Constant(value=int(value) | float(value)):
-            yield ast.Constant(value + 1 if isinstance(value, int) else value * 2)
+            yield ast.Constant(value + 1 if isinstance(value, int) else value * 2 or 1.0)
         case ast.UnaryOp(op=ast.Not()):
             yield node.operand
         case ast.If() | ast.IfExp():

@@ -24,7 +24,7 @@ from promptfed.shared.api.report_schemas import (
 )
 from promptfed.shared.messages import SplitResult
 from promptfed.shared.methods import has_rate, resolve_spec
-from promptfed.shared.plain_text import csv_cell, markdown, plain
+from promptfed.shared.plain_text import csv_cell, markdown, plain, size
 
 SPEC = resolve_spec({"name": "x", "method": {"name": "promptfl"}, "rounds": 8, "training": {"learning_rate": 0.05}})
 
@@ -237,3 +237,11 @@ def test_answers_of_one_class_are_told_of_evaluators_too() -> None:
     assert said.startswith("97.0 % of the answers at b are one class (AUROC 75.0 %)")
     assert of_one_class({"b": told("evaluator", 0.1, None, one_answer=0.97, majority=0.9)}) == []
     assert of_one_class({"b": told("evaluator", 0.1, None)}) == [], "under a floor nothing is known"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(999, "999 B"), (1000, "1.0 kB"), (1_250_000, "1.2 MB"), (999e6, "999.0 MB"), (5e12, "5000.0 GB")],
+)
+def test_a_size_has_its_unit_on_both_sides_of_each_bound(count: float, text: str) -> None:
+    assert size(count) == text
