@@ -67,6 +67,7 @@ def test_what_is_wrong_is_refused(coordinator: InThread, change: dict[str, Any],
     assert len(coordinator.get(f"{federation}/clients")["clients"]) == 1
 
 
+@pytest.mark.door
 @pytest.mark.both_databases
 def test_operators_see_at_its_invitation_why_a_site_cannot_join(coordinator: InThread) -> None:
     federation = coordinator.create(class_names=["circle", "square"])

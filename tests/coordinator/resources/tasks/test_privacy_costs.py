@@ -75,6 +75,7 @@ def spend(delta: float = 1e-3, times: float = 1.0, z: float = 1.0) -> SpendRepor
     return SpendReport(events=events, epsilon=epsilon, delta=delta, noise="secret")
 
 
+@pytest.mark.door
 @pytest.mark.parametrize(
     ("told", "why"),
     [
