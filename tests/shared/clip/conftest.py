@@ -1,5 +1,6 @@
 """Small open_clip models, one for each kind of tower, with random weights."""
 
+import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 from torch.func import functional_call
 
+from promptfed.shared import machine
 from promptfed.shared.clip import Backbone, load_backbone
 from promptfed.shared.methods.core.tower import trained_kinds
 from tests.support.equality import assert_gradients, assert_values
@@ -138,6 +140,14 @@ def prompts_hooked_in(embedding: Any, blocks: Any, start: Any, context: Any, dee
         for index in range(0 if deep is None else deep.shape[0]):
             stack.callback(blocks[index + 1].register_forward_pre_hook(replace(deep[index])).remove)
         yield
+
+
+@pytest.fixture
+def a_tower_ends() -> Iterator[None]:
+    """Modules and their hooks name each other: without a collection, several large towers lie in memory."""
+    yield
+    gc.collect()
+    machine.give_back()
 
 
 def value_and_gradients(encode: Any, *leaves: Any) -> Any:

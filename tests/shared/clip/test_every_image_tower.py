@@ -141,6 +141,7 @@ def randomise(visual: Any) -> None:
             weight += 0.1 * weight.std().nan_to_num(0).clamp(min=0.1) * torch.randn(weight.shape, generator=generator)
 
 
+@pytest.mark.usefixtures("a_tower_ends")
 @pytest.mark.parametrize("description", plain_towers())
 def test_prompts_equal_the_library_with_further_tokens(description: Any) -> None:
     with seeded():
