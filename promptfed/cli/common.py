@@ -82,6 +82,10 @@ def _opened(coordinator: Url = None, token_file: TokenFile = None) -> Coordinato
     return Access(coordinator, token_file).open()
 
 
+def _opened_by_anybody(coordinator: Url = None, token_file: TokenFile = None) -> Coordinator:
+    return open_coordinator(coordinator, token_file, public=True)
+
+
 def use_backbone_file(backbone_file: Path | None) -> None:
     """Name the file in the environment: clients that the command starts read it there, as do backbones opened here."""
     if backbone_file is not None:
@@ -110,6 +114,7 @@ def _class_names(
 
 AskedLater = Annotated[Access, Made(Access)]  # for commands that may need no coordinator
 Api = Annotated[Coordinator, Made(_opened)]
+PublicApi = Annotated[Coordinator, Made(_opened_by_anybody)]  # for what needs no token
 AllowBackbone = Annotated[list[str], Made(_backbone_allowed)]
 ClassNames = Annotated[tuple[str, ...] | None, Made(_class_names)]
 

@@ -315,7 +315,7 @@ def _unusable(request: Request[Any], error: Exception) -> str:
 
 
 def _authorization(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"}
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _answer(request: Request[View], response: httpx.Response) -> Answer[View]:
@@ -371,8 +371,10 @@ def _connection(url: str) -> dict[str, Any]:
         raise BadInput(str(error)) from None
 
 
-def open_coordinator(url: str | None, token_file: Path | None) -> Coordinator:
+def open_coordinator(url: str | None, token_file: Path | None, public: bool = False) -> Coordinator:
     """Connect to the coordinator that the options or the environment name.
+
+    ``public``: for a call that anybody may make; a token is sent if there is one.
 
     Raises:
         PromptfedError: there is no operator token, or a file cannot be read.
@@ -385,7 +387,7 @@ def open_coordinator(url: str | None, token_file: Path | None) -> Coordinator:
             raise BadInput(f"cannot read the token file {token_file}: {why(error)}") from None
     else:
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
-    if not token:
+    if not token and not public:
         text = (
             f"no operator token: give --token-file (it lies in the coordinator's data folder) or set {TOKEN_VARIABLE}"
         )

@@ -9,7 +9,19 @@ from typing import Annotated
 import typer
 
 from promptfed.cli.app import app
-from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Key, Round, Written, Yes, confirm, refuse
+from promptfed.cli.common import (
+    AllowBackbone,
+    Api,
+    Federation,
+    Json,
+    Key,
+    PublicApi,
+    Round,
+    Written,
+    Yes,
+    confirm,
+    refuse,
+)
 from promptfed.console import progress
 from promptfed.console.files import expect_suffix, read_federation_and_data, write_file
 from promptfed.console.output import console, note, print_json, say, table, tell
@@ -347,7 +359,7 @@ def _spent(client: ClientPrivacy) -> list[str]:
 
 
 @group.add("signing-key")
-def signing_key(api: Api, as_json: Json = False) -> None:
+def signing_key(api: PublicApi, as_json: Json = False) -> None:
     """Print the coordinator's public key: `promptfed verify FOLDER --key` checks exports with it."""
     answer = api.send(operations.get_signing_key())
     tell(as_json, answer.json, answer.view.public_key)

@@ -187,8 +187,10 @@ def test_metrics_rounds_and_the_key(command: Command, finished: str, tmp_path: P
     assert "Nobody's training is protected" in command("privacy", finished).stdout
     assert command.json("privacy", finished)["level"] == "none"
     key = command.server.get("/v1/signing-key")["public_key"]
-    where = ["--coordinator", command.server.url, "--token-file", str(command.token)]
-    assert CliRunner().invoke(app, ["federation", "signing-key", *where]).stdout.strip() == key
+    anybody = ["--coordinator", command.server.url]
+    for where in (anybody, [*anybody, "--token-file", str(command.token)]):
+        assert CliRunner().invoke(app, ["federation", "signing-key", *where]).stdout.strip() == key
+    assert CliRunner().invoke(app, ["federation", "list", *anybody]).exit_code == Exit.NOT_ALLOWED
 
 
 def test_privacy_tells_what_each_client_has_spent_and_what_was_planned(server: InThread, command: Command) -> None:
