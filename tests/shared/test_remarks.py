@@ -166,8 +166,12 @@ def test_no_other_rate_is_advised_where_there_is_none() -> None:
 
 
 def test_classes_of_sites_are_told_as_they_are() -> None:
-    [said] = near_chance(0.31, [2, 10], "tiny")
-    assert "guessing among 2 to 10 classes in 30.0 %" in said
+    for classes, words in (([2, 10], "2 to 10 classes in 30.0 %"), ([10, 2], "2 to 10 classes in 30.0 %")):
+        [said] = near_chance(0.31, classes, "tiny")
+        assert f"guessing among {words}" in said
+    [said] = near_chance(0.26, [4, 4], "tiny")
+    assert "guessing among 4 classes in 25.0 %" in said
+    assert near_chance(0.31, [1, 10], "tiny") == near_chance(0.31, [], "tiny") == []
 
 
 def test_a_backbone_that_learned_the_pictures_is_not_said_not_to_know_them() -> None:

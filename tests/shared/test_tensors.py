@@ -127,6 +127,12 @@ def test_decode_refuses_what_is_not_safetensors(body: bytes, kind: str, tmp_path
     assert from_file(body, tmp_path / "body") == kind
 
 
+@pytest.mark.parametrize(("size", "words"), [(7, "shorter than its length field"), (8, "its header is cut off")])
+def test_what_is_cut_off_is_said(size: int, words: str) -> None:
+    with pytest.raises(TensorError, match=words):
+        decode(encode(GOOD)[:size])
+
+
 def told(tensors: dict[str, torch.Tensor], metadata: object) -> str:
     return repr(({name: (one.dtype, one.tolist()) for name, one in sorted(tensors.items())}, metadata))
 

@@ -1,0 +1,64 @@
+"""What a file is by its first bytes, and how far a large picture is shrunk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from promptfed.shared.data import image_files
+
+DICOM = b"\x00" * 128 + b"DICM"
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "kind"),
+    [
+        ("a.svg", b"<?xml version='1.0'?>", "SVG"),
+        ("a.svgz", b"\x1f\x8b\x08", "SVG"),
+        ("a.svg", b"<!DOCTYPE svg>", "SVG"),
+        ("a.txt", b"<?xml version='1.0'?>", None),
+        ("a.txt", b"<?xml?><svg xmlns=", "SVG"),
+        ("a.svg", b"nothing of the kind", None),
+        ("a", b"\0\0\0\x1cftypavif", "AVIF"),
+        ("a", b"\0\0\0\x1cftypavis", "AVIF"),
+        ("a", b"\0\0\0\x1cftypheic", "HEIC"),
+        ("a", b"\0\0\0\x1cftypmif1", "HEIC"),
+        ("a.heic", b"\0\0\0\x1cftypmp42", None),
+        ("a", DICOM, "DICOM"),
+        ("a", DICOM[1:], None),
+        ("a", b"%PDF-1.7", "PDF"),
+        ("a", b" %PDF-1.7", None),
+        ("a", b"8BPS", "PSD"),
+        ("a", b"\x00\x00\x01\x00", "ICO"),
+        ("a.NEF", b"II*\x00", "a camera's raw format"),
+        ("a.tif", b"II*\x00", None),
+    ],
+)
+def test_a_file_is_known_by_its_first_bytes(tmp_path: Path, name: str, head: bytes, kind: str | None) -> None:
+    (tmp_path / name).write_bytes(head)
+    assert image_files._kind(tmp_path / name) == kind
+
+
+def test_what_cannot_be_opened_is_of_no_kind(tmp_path: Path) -> None:
+    assert image_files._kind(tmp_path / "none.svg") is None
+
+
+@pytest.mark.parametrize(
+    ("size", "size_after"),
+    [
+        ((100, 100), (100, 100)),
+        ((101, 100), (51, 50)),
+        ((200, 200), (100, 100)),
+        ((300, 300), (100, 100)),
+        ((4000, 59), (4000, 59)),  # its shorter side would get too short
+        ((4000, 60), (2000, 30)),
+    ],
+)
+def test_a_large_picture_is_shrunk_by_a_whole_number(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], size_after: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(image_files, "SHRUNK", 10_000)
+    monkeypatch.setattr(image_files, "LEAST_SIDE", 30)
+    assert image_files.shrunk(Image.new("RGB", size)).size == size_after
