@@ -36,7 +36,7 @@ EQUIVALENT = (ROOT / "benchmarks" / "equivalent_mutants.txt").read_text().splitl
 PRODUCT = ("client_service", "coordinator", "shared")
 TIERS = {"first": "not slow and not extended", "second": "extended and not slow"}
 MOST_TESTS = 400
-FIRST_CASES = 12  # of a parametrised test, before those of others
+FIRST_CASES = 12  # so many cases of a parametrised test are tried by nearness, further ones after all other tests
 KILLED, SURVIVED, UNTESTED, UNFINISHED, NOT_RUN = "killed", "survived", "no test", "unfinished", "cannot be run"
 
 SWAPPED: Mapping[type, tuple[type, ...]] = {
