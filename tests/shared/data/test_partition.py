@@ -236,3 +236,8 @@ def test_turns_of_a_split_test_on_every_image_once() -> None:
         source = open_source(f"symbols:neon?topic=weather&per_class=8&validation=0.25{option}")
         whole = open_source("symbols:neon?topic=weather&per_class=8").train.labels
         assert source.test.labels.tolist() == whole[partition.train_test(whole, 0, 0.25, known)[1]].tolist()
+
+
+def test_a_group_has_its_most_frequent_class() -> None:
+    classes, members = partition.grouped(["b", "a", "b", "b"], torch.tensor([0, 2, 1, 1]))
+    assert (classes.tolist(), [rows.tolist() for rows in members]) == ([1, 2], [[0, 2, 3], [1]])

@@ -27,7 +27,8 @@ import promptfed
 from promptfed.cli.main import app
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data.medical.phantoms import CLASSES, dataset, scan
-from tests.shared.data.medical.test_dicom import refused, save, table
+from tests.shared.data.medical.test_dicom import save, table
+from tests.shared.data.medical.test_opening import refused
 from tests.support.browser import browser as browser
 from tests.support.coordinators import InThread, in_thread
 from tests.support.loopback_server import LoopbackServer
