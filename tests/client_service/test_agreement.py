@@ -115,6 +115,7 @@ def test_no_more_tasks_than_the_rounds_allow(make: Make) -> None:
     assert len(coordinator.failures) == 7
 
 
+@pytest.mark.extended
 def test_the_evaluation_after_a_budget_that_ends_before_the_rounds_is_agreed_to(make: Make) -> None:
     """The site computes for itself where that is."""
     privacy = {"level": "client", "clip": 1.0, "noise_multiplier": 4.0, "epsilon": 2.0, "delta": 1e-3}
@@ -127,6 +128,7 @@ def test_the_evaluation_after_a_budget_that_ends_before_the_rounds_is_agreed_to(
     assert len(coordinator.evaluations) == 1
 
 
+@pytest.mark.extended
 def test_what_was_answered_is_remembered_over_a_restart(make: Make) -> None:
     coordinator = make.coordinator(rounds=1)
     asyncio.run(make.worker(coordinator).run())
@@ -136,6 +138,7 @@ def test_what_was_answered_is_remembered_over_a_restart(make: Make) -> None:
     assert len(coordinator.failures) == 2
 
 
+@pytest.mark.extended
 def test_an_update_that_is_refused_for_ever_is_not_made_for_ever(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator that takes each update and calls it a bad one would get as many as it likes."""
     from tests.support.fake_coordinator import problem
@@ -168,6 +171,7 @@ PAYLOADS: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("how", PAYLOADS)
 def test_a_payload_is_held_against_what_the_phase_declares(make: Make, how: str) -> None:
     coordinator = make.coordinator(rounds=1)
@@ -193,6 +197,7 @@ def test_numbers_that_a_method_does_not_declare_stay_here(make: Make, monkeypatc
     assert b"pixel" not in update
 
 
+@pytest.mark.extended
 def test_consent_comes_before_the_backbone_and_the_features(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
 
@@ -222,6 +227,7 @@ def test_the_sizes_of_a_backbone_are_known_without_it() -> None:
     assert shape_by_name("no-such-model") is None
 
 
+@pytest.mark.extended
 def test_a_change_of_the_offer_is_asked_again(make: Make) -> None:
     coordinator, owner = make.coordinator(rounds=1), Owner()
     asyncio.run(make.worker(coordinator, consent=owner.consent).run())
@@ -307,6 +313,7 @@ def test_a_log_line_is_one_line_of_plain_text() -> None:
     assert formatter.format(record) == r"refused: \x1b[2Jgone\x0aenrolled as x"
 
 
+@pytest.mark.extended
 def test_rounds_are_answered_again_for_a_restored_coordinator_but_not_for_ever(make: Make) -> None:
     coordinator = make.coordinator(rounds=2)
     events: list[str] = []
@@ -325,6 +332,7 @@ def test_rounds_are_answered_again_for_a_restored_coordinator_but_not_for_ever(m
         asyncio.run(make.worker(coordinator, consent=terminal.consent).run())
 
 
+@pytest.mark.extended
 def test_consent_can_be_called_back(make: Make, settings: Settings) -> None:
     coordinator, owner = make.coordinator(rounds=2), Owner()
 
@@ -405,6 +413,7 @@ def protected(make: Make, **changes: Any) -> FakeCoordinator:
     return make.coordinator(**({"privacy": PRIVACY, "training": TRAINING, "rounds": 2} | changes))
 
 
+@pytest.mark.extended
 def test_updates_say_what_they_cost_and_nothing_that_depends_on_records(make: Make, own: Settings) -> None:
     coordinator = protected(make)
     assert asyncio.run(make.worker(coordinator, settings=own).run()) is Exit.OK
@@ -425,6 +434,7 @@ def test_updates_say_what_they_cost_and_nothing_that_depends_on_records(make: Ma
     assert all(one["zero_shot"] == {} and one["metrics"] == {} for one in coordinator.evaluations)
 
 
+@pytest.mark.extended
 def test_noise_is_new_in_every_attempt_unless_it_is_handed_in(make: Make, own: Settings, tmp_path: Path) -> None:
     found = []
     for number, noise in enumerate([None, None, SeededNoise(1), SeededNoise(1)]):
@@ -461,6 +471,7 @@ def test_a_task_beyond_the_budget_is_refused_before_training_and_costs_nothing(
     assert len(ledger.spends()) == 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "other", [None, PRIVACY | {"noise_multiplier": 0.3}, PRIVACY | {"clip": 16.0}, PRIVACY | {"evaluation": "plain"}]
 )
@@ -498,7 +509,9 @@ def _diverge(self: PromptFL, context: ClientContext, payload: dict[str, Tensor],
     return TrainResult({name: tensor * float("nan") for name, tensor in payload.items()})
 
 
-@pytest.mark.parametrize("privacy", [PRIVACY, CENTRAL], ids=["sample", "client"])
+@pytest.mark.parametrize(
+    "privacy", [PRIVACY, pytest.param(CENTRAL, marks=pytest.mark.extended)], ids=["sample", "client"]
+)
 @pytest.mark.parametrize(
     ("where", "change"),
     [("train", _fail), ("train", _diverge), ("prepare", _fail)],
@@ -523,6 +536,7 @@ def test_why_protected_training_failed_is_not_told(
     assert Ledger(own.ledger_file).spends() == []
 
 
+@pytest.mark.extended
 def test_why_evaluation_failed_is_not_told(make: Make, own: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptFL, "classifier", _fail)
     coordinator = protected(make, rounds=1)
@@ -542,6 +556,7 @@ def test_a_method_that_trains_without_its_protection_sends_nothing(
     assert coordinator.accepted == {}
 
 
+@pytest.mark.extended
 def test_private_tensors_of_unprotected_training_are_no_start(make: Make, own: Settings) -> None:
     method = {"name": "fedpgp", "m": 4, "b": 2}
     plain = protected(make, method=method, rounds=1, privacy=None)
@@ -579,6 +594,7 @@ def test_an_update_is_paid_before_it_is_sent_and_once_however_often_it_is_sent(m
     assert len(ledger.spends()) == 1
 
 
+@pytest.mark.extended
 def test_an_update_that_waits_is_paid_after_a_restart_with_the_same_bytes(
     make: Make, own: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -657,6 +673,7 @@ def test_each_release_is_paid_once_and_the_template_s_is_drawn_once(make: Make, 
     assert len([one for one in ledger.spends() if one.split == "train"]) == 2
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("at", ["counts-written", "counts-spent"])
 def test_a_client_that_dies_between_drawing_and_sending_sends_the_same_and_pays_once(
     at: str, make: Make, own: Settings, apart: Source, monkeypatch: pytest.MonkeyPatch
@@ -696,7 +713,12 @@ def test_what_the_budget_has_no_room_for_is_withheld(make: Make, own: Settings, 
     assert [one.split for one in Ledger(own.ledger_file).spends()] == ["test", "train", "train"]
 
 
-@pytest.mark.parametrize("why", ["trained and tested on", "fine-tuned", "the policy", "the floor"])
+SECOND = [
+    pytest.param(why, marks=pytest.mark.extended) for why in ("trained and tested on", "fine-tuned", "the policy")
+]
+
+
+@pytest.mark.parametrize("why", [*SECOND, "the floor"])
 def test_where_no_noise_helps_is_withheld(why: str, make: Make, own: Settings, apart: Source, tmp_path: Path) -> None:
     coordinator = noisy(make, rounds=1)
     if why == "fine-tuned":

@@ -99,6 +99,7 @@ def undisturbed(make: Make, settings: Settings, tmp_path: Path, method: dict[str
     return outcome(coordinator, own)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("which", [1, 2])
 def test_killed_round_the_sending_the_stored_update_is_sent(
@@ -125,6 +126,7 @@ def test_killed_round_the_sending_the_stored_update_is_sent(
     assert statuses == [201, 201] if moment == "before" else sorted(statuses) == [200, 201, 201]
 
 
+@pytest.mark.extended
 def test_what_was_accepted_is_committed_after_the_federations_end(
     make: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +151,7 @@ def test_what_was_accepted_is_committed_after_the_federations_end(
     assert served == [1, 2], "nothing is left to take part in"
 
 
+@pytest.mark.extended
 def test_killed_in_training_the_task_is_trained_again_from_committed_state(
     make: Make,
     settings: Settings,
@@ -176,6 +179,7 @@ def test_killed_in_training_the_task_is_trained_again_from_committed_state(
     assert outcome(coordinator, settings) == undisturbed
 
 
+@pytest.mark.extended
 def test_an_answer_that_was_lost_is_asked_for_again_and_commits_once(
     make: Make, settings: Settings, undisturbed: tuple[str, str, Any], trainings: list[str], method: dict[str, Any]
 ) -> None:
@@ -190,6 +194,7 @@ def test_an_answer_that_was_lost_is_asked_for_again_and_commits_once(
     assert outcome(coordinator, settings) == undisturbed
 
 
+@pytest.mark.extended
 def test_update_that_comes_too_late_takes_private_state_with_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     started_from: list[str] = []
     real = CoOp.train
@@ -214,6 +219,7 @@ def test_update_that_comes_too_late_takes_private_state_with_it(make: Make, monk
     assert not coordinator.failures
 
 
+@pytest.mark.extended
 def test_a_kill_while_the_late_update_is_discarded_changes_nothing(make: Make, settings: Settings) -> None:
     coordinator = make.coordinator(rounds=1, method=COOP, training=TRAINING)
     wire = Wire(coordinator.app, before=once(kill))
@@ -224,6 +230,7 @@ def test_a_kill_while_the_late_update_is_discarded_changes_nothing(make: Make, s
     assert outcome(coordinator, settings)[1] == state_hash({})
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("status", "kind"), [(413, "too-large"), (422, "norm-too-large"), (422, "wrong-shape")])
 def test_an_update_that_is_refused_is_reported_and_not_sent_for_ever(make: Make, status: int, kind: str) -> None:
     def refuse(request: Request) -> Response | None:
@@ -238,6 +245,7 @@ def test_an_update_that_is_refused_is_reported_and_not_sent_for_ever(make: Make,
     assert outcome(coordinator, make.settings)[1] == state_hash({})
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("status", "kind"), [(401, "unauthorized"), (403, "withdrawn"), (307, "redirect")])
 def test_an_update_without_a_verdict_is_kept(make: Make, settings: Settings, status: int, kind: str) -> None:
     def refuse(request: Request) -> Response | None:
@@ -252,6 +260,7 @@ def test_an_update_without_a_verdict_is_kept(make: Make, settings: Settings, sta
     assert outcome(coordinator, settings)[2].round == 1
 
 
+@pytest.mark.extended
 def test_no_private_tensor_is_in_any_byte_that_is_sent(make: Make, settings: Settings) -> None:
     coordinator = make.coordinator(rounds=3, method=COOP, training=TRAINING)
     private: list[bytes] = []
@@ -288,7 +297,7 @@ def sent(coordinator: FakeCoordinator) -> list[Tensors]:
     return [decode(body)[0] for body in coordinator.received if body[8:9] == b"{"]
 
 
-@pytest.mark.parametrize("up", ["bf16", "int8"])
+@pytest.mark.parametrize("up", [pytest.param("bf16", marks=pytest.mark.extended), "int8"])
 def test_each_change_is_encoded_with_draws_of_its_task(up: str, make: Make, settings: Settings) -> None:
     plain = make.coordinator(rounds=2)
     plain_state = {name: one.clone() for name, one in plain.global_state.items()}

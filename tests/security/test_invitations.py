@@ -82,6 +82,7 @@ def invitation(url: str, authority: str, hours: float = 1.0) -> str:
     return Invitation(coordinator=url, **given).encoded()
 
 
+@pytest.mark.extended
 def test_who_is_invited_trusts_the_own_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cert, key = certificate(tmp_path, "own")
     server = ForkedCoordinator(tmp_path / "data", "--tls-cert", str(cert), "--tls-key", str(key))

@@ -95,6 +95,7 @@ def test_nothing_of_it_stands_in_a_spec_without_it() -> None:
     assert TrainingSpec.model_validate(given.model_dump()) == given
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("method", [{"name": "promptfl", "m": 2}, {"name": "plan", "m": 1, "depth": 1}])
 def test_federations_train_on_crops(method: dict[str, Any], tmp_path: Path) -> None:
     def run(**training: Any) -> str:
