@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import threading
 import time
@@ -17,7 +18,12 @@ from sqlalchemy import text
 
 from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.aggregation import global_state
+from promptfed.coordinator.resources.results import verification
+from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import blobs
+from promptfed.coordinator.store.backend import DatabaseAway
+from promptfed.coordinator.store.folder import SQLITE_FILE
+from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.coordinator.store.tables import StateRow, TaskRow
 from promptfed.shared.methods import METHODS
 from promptfed.shared.tensors import Tensors
@@ -250,9 +256,22 @@ def started(coordinator: InThread, federation: str, *names: str) -> list[Scripte
 
 def played(folder: Path, **options: Any) -> None:
     with in_thread(folder, **options) as coordinator:
-        federation, clients = enrolled(coordinator, "a", "b", rounds=1)
-        coordinator.post(f"{federation}/start")
-        drive(clients)
+        federation = coordinator.create(rounds=1)
+        assert supply(coordinator, federation, encode({"context": torch.full((4, 8), 0.25)})).status_code == 200
+        drive(started(coordinator, federation, "a", "b"))
+
+
+@pytest.fixture(scope="module")
+def once_played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verified") / "data"
+    played(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(once_played: Path, tmp_path: Path) -> Path:
+    """A data folder with a federation that is over."""
+    return shutil.copytree(once_played, tmp_path / "data")
 
 
 def looked(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, list[str]]:
@@ -262,46 +281,63 @@ def looked(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> t
 
 
 def changed(folder: Path, *statements: str) -> None:
-    with in_thread(folder) as coordinator, coordinator.registry.database.write() as session:
+    with closing(sqlite3.connect(folder / SQLITE_FILE)) as connection, connection:
         for statement in statements:
-            assert session.execute(text(statement)).rowcount > 0
+            assert connection.execute(statement).rowcount != 0
 
 
-UPDATE = "(SELECT sha256 FROM updates ORDER BY sha256 LIMIT 1)"
-
-
-STATE = "(SELECT sha256 FROM states ORDER BY id DESC LIMIT 1)"
-
-
-@pytest.mark.parametrize(
-    ("statement", "wanted"),
-    [
-        (f"UPDATE blobs SET content = zeroblob(9) WHERE digest = {UPDATE}", "the update of "),
-        (f"DELETE FROM blobs WHERE digest = {UPDATE}", "is missing"),
-        (
-            f"UPDATE blobs SET content = zeroblob(length(content)) WHERE digest = {STATE}",
-            "the state of round 1 of eyes",
-        ),
-        (
-            "UPDATE blobs SET content = zeroblob(9) WHERE digest = (SELECT payload_sha256 FROM tasks LIMIT 1)",
-            "the payload of round ",
-        ),
-        ("UPDATE states SET state_hash = 'sha256:0' WHERE round = 1", "is another state than the recorded sha256:0"),
-        ("UPDATE updates SET bytes = bytes + 1", "instead of the recorded"),
-        ("UPDATE evaluations SET body = json_set(body, '$.splits.test.accuracy', 1)", "an evaluation of "),
-        ("UPDATE audit_log SET actor = 'somebody' WHERE number = 2", "the audit log: entry 2 was changed"),
-        ("UPDATE federations SET spec = json_set(spec, '$.rounds', -1)", "the spec of eyes: rounds: "),
-        ("UPDATE federations SET spec = '{'", "the spec of eyes: Expecting property name"),
-    ],
+UPDATE, STATE, PAYLOAD, SUPPLIED = (
+    f"(SELECT {of} LIMIT 1)"
+    for of in (
+        "sha256 FROM updates ORDER BY sha256",
+        "sha256 FROM states ORDER BY id DESC",
+        "payload_sha256 FROM tasks ORDER BY payload_sha256 = (SELECT sha256 FROM states ORDER BY id DESC LIMIT 1)",
+        "supplied_state FROM federations",
+    )
 )
-def test_damage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], statement: str, wanted: str) -> None:
-    played(tmp_path / "data")
-    assert looked(tmp_path / "data", capsys)[0] == 0
-    changed(tmp_path / "data", statement)
-    code, lines = looked(tmp_path / "data", capsys)
+DAMAGES: list[tuple[str, list[str]]] = [
+    (f"UPDATE blobs SET content = zeroblob(9) WHERE digest = {UPDATE}", ["the update of ", "has changed"]),
+    (f"DELETE FROM blobs WHERE digest = {UPDATE}", ["in round 1 (train) of eyes", "is missing"]),
+    (f"UPDATE blobs SET content = zeroblob(length(content)) WHERE digest = {STATE}", ["the state of round 1 of eyes"]),
+    (f"UPDATE blobs SET content = zeroblob(9) WHERE digest = {PAYLOAD}", ["the payload of round 1 (train) of eyes"]),
+    (f"DELETE FROM blobs WHERE digest = {SUPPLIED}", ["the supplied initial state of eyes"]),
+    ("UPDATE states SET state_hash = 'sha256:0' WHERE round = 1", ["is another state than the recorded sha256:0"]),
+    ("UPDATE updates SET bytes = bytes + 1", ["instead of the recorded"]),
+    ("UPDATE states SET bytes = bytes + 1", ["the state of round 1 of eyes", "instead of the recorded"]),
+    ("UPDATE tasks SET payload_bytes = payload_bytes + 1", ["the payload of round ", "instead of the recorded"]),
+    (
+        "UPDATE evaluations SET body = json_set(body, '$.splits.test.accuracy', 1)",
+        ["an evaluation of 'a' in eyes has changed"],
+    ),
+    ("UPDATE audit_log SET actor = 'somebody' WHERE number = 2", ["the audit log: entry 2 was changed"]),
+    ("UPDATE federations SET spec = json_set(spec, '$.rounds', -1)", ["the spec of eyes: rounds: "]),
+    ("UPDATE federations SET spec = '{'", ["the spec of eyes: Expecting property name"]),
+    (
+        f"UPDATE updates SET task_id = 'n' WHERE sha256 = {UPDATE}",
+        ["the database itself: a row of updates belongs to none of tasks"],
+    ),
+]
+
+
+@pytest.mark.door
+@pytest.mark.parametrize(("statement", "wanted"), DAMAGES)
+def test_damage_is_named(folder: Path, capsys: pytest.CaptureFixture[str], statement: str, wanted: list[str]) -> None:
+    changed(folder, statement)
+    code, lines = looked(folder, capsys)
     assert code == 1
-    assert any(line.startswith("damaged: ") and wanted in line for line in lines), lines
-    assert lines[-1].endswith(f"damaged in {tmp_path / 'data' / 'coordinator.sqlite3'}")
+    for part in wanted:
+        assert any(line.startswith("damaged: ") and part in line for line in lines), lines
+    assert lines[-1] == f"{len(lines) - 1} damaged in {folder / SQLITE_FILE}"
+
+
+@pytest.mark.door
+def test_what_is_not_kept_is_not_looked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert looked(folder, capsys) == (0, [f"all of {folder / SQLITE_FILE} and its blobs is what was stored"])
+    kept = ("UPDATE states SET stored = 0", "UPDATE updates SET stored = 0", "UPDATE tasks SET payload_stored = 0")
+    changed(folder, *kept, "UPDATE federations SET supplied_state = NULL", "DELETE FROM blobs")
+    assert looked(folder, capsys)[0] == 0
+    changed(folder, "UPDATE federations SET spec = '{', state = 'deleting'")
+    assert looked(folder, capsys)[0] == 0
 
 
 def test_files_are_looked_at_too(
@@ -320,29 +356,44 @@ def test_files_are_looked_at_too(
         assert any(f"sha256:{path.name}" in line and "has changed" in line for line in lines)
 
 
-def test_pages_of_garbage_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    played(tmp_path / "data")
-    database = tmp_path / "data" / "coordinator.sqlite3"
+@pytest.mark.door
+def test_pages_of_garbage_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    database = folder / SQLITE_FILE
     with closing(sqlite3.connect(database)) as connection:
         [page] = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'evaluations'").fetchone()
     content = bytearray(database.read_bytes())
     content[(page - 1) * 4096 : page * 4096] = b"\xff" * 4096
     database.write_bytes(content)
-    code, lines = looked(tmp_path / "data", capsys)
+    code, lines = looked(folder, capsys)
     assert code == 1
     assert any(line.startswith("damaged: the database itself") for line in lines)
     assert any(line.startswith("damaged: evaluations cannot be read: ") for line in lines)
+    assert lines[-1] == f"{len(lines) - 1} damaged in {database}"
 
 
-def test_nothing_is_made_or_taken_from_a_coordinator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert looked(tmp_path / "nothing", capsys) == (2, [])
-    assert not (tmp_path / "nothing").exists()
-    with in_thread(tmp_path / "data"):
-        assert main(["--verify", "--data-dir", str(tmp_path / "data")]) == 2
-        assert "another coordinator works on" in capsys.readouterr().err
-    changed(tmp_path / "data", "UPDATE alembic_version SET version_num = '0008'")
-    assert main(["--verify", "--data-dir", str(tmp_path / "data")]) == 2
-    assert "have the form 0008 of promptfed before 0.4.0" in capsys.readouterr().err
+@pytest.mark.door
+def test_nothing_is_made_or_taken_from_a_coordinator(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said() -> tuple[int, str]:
+        code = main(["--verify", "--data-dir", str(folder)])
+        return code, capsys.readouterr().err
+
+    assert looked(folder / "nothing", capsys) == (2, [])
+    assert not (folder / "nothing").exists()
+    with closing(open_store(Settings(data_dir=folder))):
+        code, line = said()
+        assert (code, "another coordinator works on" in line) == (2, True)
+
+    def away(settings: Settings) -> Store:
+        raise DatabaseAway("no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(verification, "open_to_look", away)
+        assert said() == (3, "coordinator: no answer\n")
+    changed(folder, "UPDATE alembic_version SET version_num = '0008'")
+    code, line = said()
+    assert (code, "have the form 0008 of promptfed before 0.4.0" in line) == (2, True)
 
 
 @pytest.mark.both_databases
