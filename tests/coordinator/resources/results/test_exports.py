@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
 import pytest
 
+from promptfed.coordinator.resources.results import exports
 from promptfed.export.verification import verify_export
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import take
@@ -20,7 +22,9 @@ from promptfed.shared.tensors.torch_tensors import decode, state_hash
 from promptfed.testing.clients import CLASSES, bearer, drive
 from tests.coordinator.engine.test_selection import Measuring
 from tests.support.coordinators import InThread, Make
-from tests.support.open_phases import completed, launched
+from tests.support.open_phases import completed, kind, launched
+
+Card = dict[str, Any]
 
 
 def told(coordinator: InThread, federation: str, round: int) -> Facts:
@@ -107,21 +111,84 @@ def test_the_coordinator_s_archive_is_an_export_whose_text_verify_compares(
         verify_export(unsigned, key)
 
 
-def test_an_archive_of_the_selected_round_has_the_last_state_and_no_other_is_signed(
-    coordinator: InThread, tmp_path: Path
-) -> None:
+CONFIG, WEIGHTS, MERGED = (
+    "backbone/open_clip_config.json",
+    "backbone/open_clip_model.safetensors",
+    "class_weights.safetensors",
+)
+FILE: Card = {"bytes": 1, "sha256": "0" * 64}
+STATE, FINAL = "prompts.safetensors", "final.safetensors"
+LIES: list[tuple[Callable[[Card], object], str, str]] = [
+    (lambda card: None, "", ""),
+    (lambda card: card.update(rounds=4), "rounds", "it is 3"),
+    (lambda card: card.update(template="x"), "template", "it is 'a photo of a {}.'"),
+    (lambda card: numbered(card), "", ""),
+    (lambda card: card["participants"][1].update(name="c"), "participants", "it is [Participant(name='a'"),
+    (lambda card: card.update(class_names=None), "class_names", "trainers named classes"),
+    (lambda card: card.update(class_names=None, class_names_from=None), "class_names", "trainers named classes"),
+    (lambda card: card.update(class_names=[]), "class_names", "each class has a name of its own"),
+    (lambda card: card.update(class_names=["x", "x"]), "class_names", "each class has a name of its own"),
+    (lambda card: card["class_names"].reverse(), "class_names", "trainers named ['circle', 'square', 'star']"),
+    (lambda card: card.update(class_names=["x"], class_names_from="who exported it"), "", ""),
+    (
+        lambda card: card.update(class_names_from="the federation's spec"),
+        "class_names",
+        "class_names_from is 'who exported it' or \"the federation's trainers\"",
+    ),
+    (lambda card: card["files"].update({"../" + "x" * 300: FILE}), "files.../" + "x" * 197, ""),
+    (lambda card: card["files"].pop("card.md"), "files.card.md", "an export has this file, and its card names it"),
+    (lambda card: card["files"].pop(STATE), f"files.{STATE}", "an export has this file, and its card names it"),
+    (lambda card: card["files"].pop(FINAL), "", ""),
+    (lambda card: card["files"][STATE].update(FILE), f"files.{STATE}", "the state's file is CardFile("),
+    (lambda card: card["files"][STATE].update(bytes=1), f"files.{STATE}", "the state's file is CardFile("),
+    (lambda card: card["files"][STATE].pop("tensors"), "", ""),
+    (lambda card: card["files"][STATE].update(tensors={}), f"files.{STATE}", "the state's file is CardFile("),
+    (lambda card: card["files"][FINAL].update(FILE), f"files.{FINAL}", "it is not the last round's state"),
+    (lambda card: card["files"].update({CONFIG: FILE}), "files", "its configuration and its weights together"),
+    (lambda card: card["files"].update({WEIGHTS: FILE}), "files", "its configuration and its weights together"),
+    (lambda card: card["files"].update({CONFIG: FILE, WEIGHTS: FILE}), "", ""),
+    (lambda card: card["use"].update(open_clip=True), "use.open_clip", "only there"),
+    (lambda card: card["files"].update({MERGED: FILE}), "use.open_clip", "only there"),
+    (lambda card: (card["use"].update(open_clip=True), card["files"].update({MERGED: FILE})), "", ""),
+    (lambda card: card.update(signature="00"), "signature", "a card holds no signature"),
+    (lambda card: card.update(novel=1), "novel", "unknown key"),
+]
+
+
+def numbered(card: Card) -> None:
+    for one in (*card["participants"], *card["accuracy"]["clients"]):
+        key = "name" if "name" in one else "client"
+        one[key] = {"a": "client 1", "b": "client 2"}[one[key]]
+
+
+@pytest.mark.door
+def test_a_card_is_signed_if_it_says_what_the_coordinator_knows(coordinator: InThread, tmp_path: Path) -> None:
     federation, clients = launched(coordinator, "a", "b", rounds=3, selection={})
     drive([Measuring(one.http, one.federation, one.name, figures=(0.2, 0.5, 0.4, 0.3)) for one in clients])
-    place, path = archive(coordinator, f"{federation}/rounds/1", tmp_path), f"{federation}/rounds/1/card/signature"
+    path = f"/v1/federations/{federation}/rounds/1/card/signature"
+    place = archive(coordinator, f"{federation}/rounds/1", tmp_path)
     assert verify_export(place, None, recompute=False).card.selection.round == 1
     with ZipFile(place) as packed:
-        last, _ = decode(packed.read("final.safetensors"))
-        card = json.loads(packed.read("card.json"))
+        last, card = decode(packed.read(FINAL))[0], packed.read("card.json")
     assert state_hash(last) == coordinator.get(federation)["state_hash"]
-    assert "final.safetensors" not in ZipFile(archive(coordinator, f"{federation}/rounds/3", tmp_path)).namelist()
-    coordinator.post(path, json=card)
-    card["files"]["final.safetensors"] = card["files"]["prompts.safetensors"]
-    coordinator.post(path, json=card, status=409)
+    assert FINAL not in ZipFile(archive(coordinator, f"{federation}/rounds/3", tmp_path)).namelist()
+    for number, (lie, place, why) in enumerate(LIES):
+        told = json.loads(card)
+        lie(told)
+        answer = coordinator.http.post(path, json=told, headers=coordinator.operator)
+        errors = answer.json().get("errors", []) if answer.status_code != 200 else []
+        expected = 200 if not place else 422 if place == "novel" else 409
+        assert (number, answer.status_code, [one["path"] for one in errors]) == (
+            number,
+            expected,
+            [place] * bool(place),
+        )
+        assert all(why in one["detail"] for one in errors), errors
+    refused = coordinator.http.post(
+        path, content=b"{", headers=coordinator.operator | {"Content-Type": "application/json"}
+    )
+    assert kind(refused) == "unreadable-body"
+    assert [exports._short("x" * number)[-2:] for number in (198, 199)] == ["x'", ".."]
 
 
 def test_reports_have_the_intervals_of_clients_and_means(coordinator: InThread) -> None:
