@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,11 +29,13 @@ from tests.support.coordinators import InThread, in_thread
 from tests.support.open_phases import kind
 
 
+@pytest.mark.door
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
 def test_loopback_needs_nothing(host: str) -> None:
     assert Settings(host=host).host == host
 
 
+@pytest.mark.door
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.4", "::", "example.org"])
 def test_another_address_needs_tls_or_a_word(host: str) -> None:
     with pytest.raises(ValidationError, match="--allow-plain-http"):
@@ -41,6 +44,7 @@ def test_another_address_needs_tls_or_a_word(host: str) -> None:
     assert Settings(host=host, tls_cert=Path("c"), tls_key=Path("k")).host == host
 
 
+@pytest.mark.door
 def test_settings_come_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMPTFED_COORDINATOR_PORT", "1234")
     assert Settings().port == 1234
@@ -72,10 +76,9 @@ FILE = "coordinator.sqlite3"
 PAGE = 4096
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A data folder with a federation that has ended and one that runs."""
-    folder = tmp_path / "data"
+@pytest.fixture(scope="module")
+def once_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("settings") / "data"
     with in_thread(folder) as coordinator:
         clients = coordinator.enrol(coordinator.create(name="done", rounds=1), "a", "b")
         coordinator.post("done/start")
@@ -84,6 +87,12 @@ def folder(tmp_path: Path) -> Path:
         coordinator.post("runs/start")
         coordinator.until("runs", state="running")
     return folder
+
+
+@pytest.fixture
+def folder(once_made: Path, tmp_path: Path) -> Path:
+    """A data folder with a federation that has ended and one that runs."""
+    return shutil.copytree(once_made, tmp_path / "data")
 
 
 def starting(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
@@ -99,6 +108,7 @@ def overwrite(path: Path, begin: int, content: bytes) -> None:
         file.write(content)
 
 
+@pytest.mark.door
 @pytest.mark.parametrize(
     "damage",
     [
@@ -117,6 +127,7 @@ def test_a_damaged_database(folder: Path, capsys: pytest.CaptureFixture[str], da
     assert "its file is damaged, put a backup back" in line
 
 
+@pytest.mark.door
 def test_a_full_disk_is_one_line_and_a_start_once_there_is_room(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +142,7 @@ def test_a_full_disk_is_one_line_and_a_start_once_there_is_room(
         assert coordinator.get("runs")["state"] == "running"
 
 
+@pytest.mark.door
 @pytest.mark.parametrize(
     ("statement", "why"),
     [
@@ -191,6 +203,7 @@ def test_damaged_rows_are_told_in_the_list(folder: Path, statement: str, why: st
         assert f"runs ({runs['id']}) is unreadable: its stored spec or rows cannot be read: {why}" in listed.output
 
 
+@pytest.mark.door
 @pytest.mark.parametrize("spec", ["{", '{"name": "done"}'])
 def test_an_unreadable_federation_can_be_deleted(folder: Path, spec: str) -> None:
     with in_thread(folder) as coordinator, coordinator.registry.database.write() as session:
@@ -202,6 +215,7 @@ def test_an_unreadable_federation_can_be_deleted(folder: Path, spec: str) -> Non
         assert [one["name"] for one in coordinator.get("/v1/federations")["federations"]] == ["runs"]
 
 
+@pytest.mark.door
 def test_not_ready_where_nothing_can_be_written(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writable, "FRESH_SECONDS", 0.0)
     ready = coordinator.http.get("/readyz")

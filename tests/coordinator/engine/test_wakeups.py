@@ -49,6 +49,7 @@ def test_a_long_poll_is_woken_by_its_task(coordinator: InThread) -> None:
     assert b.task(wait=60).json()["kind"] == "evaluate"
 
 
+@pytest.mark.door
 def test_a_long_poll_ends_after_its_time(coordinator: InThread) -> None:
     _, [a] = enrolled(coordinator, "a")
     started = time.monotonic()
@@ -57,6 +58,7 @@ def test_a_long_poll_ends_after_its_time(coordinator: InThread) -> None:
     assert a.task(wait=61).status_code == 422
 
 
+@pytest.mark.door
 @pytest.mark.parametrize(
     ("verb", "path", "status"),
     [("POST", "/cancel", 410), ("DELETE", "/clients/a", 403), ("POST", "/clients/a/reset", 401), ("DELETE", "", 404)],
@@ -113,6 +115,7 @@ def test_events_tell_the_whole_story_and_go_on_where_one_left_off(coordinator: I
     assert coordinator.http.get(path, headers=coordinator.operator | {"Last-Event-ID": "x"}).status_code == 422
 
 
+@pytest.mark.door
 @pytest.mark.parametrize("how", ["taken back", "ends"])
 def test_a_stream_ends_with_the_token_that_it_was_asked_for_with(coordinator: InThread, how: str) -> None:
     federation = coordinator.create()

@@ -64,6 +64,7 @@ def test_a_digest_may_stand_among_others(coordinator: InThread) -> None:
     assert response.status_code == 201
 
 
+@pytest.mark.door
 def test_only_so_many_uploads_at_once(coordinator_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("promptfed.coordinator.http.uploads.SMALL", 0)  # these stand for large ones
     coordinator = coordinator_with(max_uploads=1, upload_wait_seconds=0.2)

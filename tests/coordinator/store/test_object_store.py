@@ -100,6 +100,7 @@ def test_last_round_keeps_the_last_round_s_objects(served: InThread, object_stor
     assert served.registry.retired[federation] == 4
 
 
+@pytest.mark.door
 @pytest.mark.parametrize("how", ["flipped", "missing"])
 def test_a_damaged_object_is_named_and_waited_for(served: InThread, object_store: str, how: str) -> None:
     federation, (a, b) = paused_phase(served)
@@ -290,6 +291,7 @@ def test_what_names_no_bucket_is_refused(url: str) -> None:
         Settings(store=url)
 
 
+@pytest.mark.door
 def test_a_bucket_by_itself(object_store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = Bucket(object_store)
     assert bucket.name() is None

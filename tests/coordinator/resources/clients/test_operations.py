@@ -101,6 +101,7 @@ def test_operators_see_at_its_invitation_why_a_site_cannot_join(coordinator: InT
     assert refused() == {"other": None, "ward": None}, "made anew"
 
 
+@pytest.mark.door
 @pytest.mark.parametrize(
     ("spoken", "version", "who"),
     [
@@ -147,6 +148,7 @@ def test_clients_are_listed_in_pages_with_when_they_were_seen(coordinator: InThr
     assert coordinator.get(f"{federation}/clients")["clients"][0]["last_seen"] > before
 
 
+@pytest.mark.door
 def test_a_newcomer_joins_at_the_next_round(coordinator: InThread) -> None:
     federation, clients = launched(coordinator, "a", "b")
     tasks = coordinator.training(clients)
@@ -178,6 +180,7 @@ def test_a_method_may_need_domains(coordinator: InThread, monkeypatch: pytest.Mo
     assert peers == [{"name": name, "role": "trainer", "domain": domain} for name in ("a", "b")]
 
 
+@pytest.mark.door
 def test_a_method_that_describes_clients_takes_so_many(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "described", Described)
     monkeypatch.setattr(operations, "MOST_PEERS", 2)

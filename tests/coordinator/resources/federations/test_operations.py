@@ -118,6 +118,7 @@ def test_a_start_without_enough_clients_names_both_numbers(coordinator: InThread
     assert (problem["enrolled"], problem["needed"]) == (2, 3)
 
 
+@pytest.mark.door
 def test_steering_at_a_wrong_moment_is_refused_with_the_state(coordinator: InThread) -> None:
     federation = coordinator.create()
     for verb in ("pause", "resume"):
@@ -137,6 +138,7 @@ def test_a_federation_starts_by_itself_when_ready(coordinator: InThread) -> None
     coordinator.until(federation, state="running")
 
 
+@pytest.mark.door
 def test_a_start_from_words_needs_a_supplied_state(coordinator: InThread) -> None:
     federation = coordinator.create(method={"context_init": "a photo of a"}, start="when_ready", rounds=1)
     clients = coordinator.enrol(federation, "a", "b")
@@ -155,6 +157,7 @@ def test_a_start_from_words_needs_a_supplied_state(coordinator: InThread) -> Non
     assert torch.equal(clients[0].payload(coordinator.task(clients[0]))["context"], state["context"])
 
 
+@pytest.mark.door
 @pytest.mark.parametrize(
     ("body", "status", "kind"),
     [
@@ -173,6 +176,7 @@ def test_a_state_that_does_not_fit_is_refused(coordinator: InThread, body: bytes
     assert (put.status_code, put.json()["type"].rsplit("/")[-1]) == (status, kind), put.text
 
 
+@pytest.mark.door
 def test_an_initial_state_made_for_another_backbone_stops_the_start(coordinator: InThread) -> None:
     federation = coordinator.create()
     body = encode({"context": torch.ones(4, 9)})
@@ -211,6 +215,7 @@ def test_what_is_awaited_until_when_is_shown(coordinator: InThread) -> None:
     assert DEADLINE / 2 < found["stage"]["seconds_left"] <= DEADLINE
 
 
+@pytest.mark.door
 def test_prompts_come_as_safetensors_with_an_etag(coordinator: InThread) -> None:
     federation = coordinator.create()
     path = f"/v1/federations/{federation}/prompts"
@@ -261,6 +266,7 @@ def test_the_last_round_s_tensors_are_kept_where_no_more_is_asked(coordinator: I
     assert len(coordinator.get(f"{federation}/rounds/1")["phases"][0]["updates"]) == 2, "reports stay"
 
 
+@pytest.mark.door
 def test_methods_are_described_to_anyone(coordinator: InThread) -> None:
     listed = coordinator.http.get("/v1/methods").json()["methods"]
     assert {"promptfl", "zero_shot", "coop"} <= {one["name"] for one in listed}
@@ -321,6 +327,7 @@ def test_every_run_file_of_the_repository_is_read_as_the_commands_read_it(coordi
     assert read == {"name": "eyes", "training": {"learning_rate": 1000.0}}
 
 
+@pytest.mark.door
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -337,6 +344,7 @@ def test_a_text_that_is_no_run_file_is_refused(coordinator: InThread, text: str,
     assert told in coordinator.post("/v1/federations/run-file", {"text": text}, status=422)["detail"]
 
 
+@pytest.mark.door
 def test_a_federation_that_is_gone_on_with_by_another_spec_says_so(
     coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -72,6 +72,7 @@ def test_rounds_and_metrics_are_what_the_rows_say(coordinator: InThread) -> None
     assert (counted["ece"], counted["trainer_ece"], counted["macro_f1"]) == (ROUNDS * MANY, ROUNDS, ROUNDS * MANY)
 
 
+@pytest.mark.door
 def test_pages_of_rounds_follow_each_other(coordinator: InThread, federation: str) -> None:
     first = coordinator.get(f"{federation}/rounds?limit=2")
     assert ([report["round"] for report in first["rounds"]], first["next"]) == ([1, 2], "2")
@@ -116,6 +117,7 @@ def test_a_round_is_read_in_its_turn_and_no_transaction_waits(coordinator: InThr
     assert (database.begun, database.open) == (1, 0), "the first round"
 
 
+@pytest.mark.door
 def test_an_answer_that_cannot_be_finished_is_cut_off_and_one_that_cannot_begin_is_refused(
     coordinator: InThread, federation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +255,7 @@ def test_a_page_reads_no_more_of_a_long_federation(coordinator_with: Make, path:
     assert late <= 1.1 * early
 
 
+@pytest.mark.door
 def test_a_stream_can_begin_with_the_newest_events(coordinator_with: Make) -> None:
     coordinator = coordinator_with()
     id, _ = begun(coordinator, "all", 3)

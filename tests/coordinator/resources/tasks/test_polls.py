@@ -67,6 +67,7 @@ def test_the_end_of_the_federation_is_told_at_once(coordinator: InThread) -> Non
     assert (answers[0].status_code, kind(answers[0])) == (410, "federation-ended")
 
 
+@pytest.mark.door
 def test_a_task_that_its_answer_has_closed_and_the_next_one(coordinator: InThread) -> None:
     _, (a, b), (first, second) = open_first_phase(coordinator, rounds=2)
     thread, answers = answered_later(a, first)
@@ -80,6 +81,7 @@ def test_a_task_that_its_answer_has_closed_and_the_next_one(coordinator: InThrea
     assert (told.status_code, told.json()["task_id"]) == (200, following["task_id"])
 
 
+@pytest.mark.door
 def test_progress_is_shown_for_the_open_task_alone(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     federation, (a, b), (first, second) = open_first_phase(coordinator, rounds=2)
 

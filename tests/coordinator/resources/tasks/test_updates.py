@@ -126,6 +126,7 @@ def test_an_answer_of_the_wrong_kind_is_refused(coordinator: InThread) -> None:
     assert kind(a.evaluate(task)) == "wrong-task-kind"
 
 
+@pytest.mark.door
 def test_a_withdrawn_client_is_refused_and_its_task_cancelled(coordinator: InThread) -> None:
     federation, (a, b, c), tasks = open_first_phase(coordinator, "a", "b", "c", rounds=1)
     a.answer(tasks[0])
