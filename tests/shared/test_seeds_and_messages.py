@@ -91,6 +91,7 @@ STARTS = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("start", STARTS)
 def test_starts_import_no_large_library_that_they_do_not_need(start: str) -> None:
     code, allowed = STARTS[start]
@@ -100,6 +101,7 @@ def test_starts_import_no_large_library_that_they_do_not_need(start: str) -> Non
     assert done.stderr.splitlines()[-1] == str(allowed), done.stderr
 
 
+@pytest.mark.extended
 def test_methods_and_backbones_import_no_open_clip() -> None:
     code = "import sys, promptfed.shared.methods, promptfed.shared.clip; print('open_clip' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -226,6 +226,7 @@ def test_the_size_bound_drops_what_was_unused_longest(small: Any, tmp_path: Any)
     assert bounded.images_computed == whole
 
 
+@pytest.mark.extended
 def test_several_processes_share_a_folder(small: Any, tmp_path: Any) -> None:
 
     (tmp_path / "small-vit.json").write_text(json.dumps(CONFIGS["small-vit"]))
@@ -299,6 +300,7 @@ def test_the_two_halves_of_a_preprocessing_give_its_bits(small: Any, size: tuple
     assert Halves.of_config(padded) is None, "it does more than scale and cut"
 
 
+@pytest.mark.extended
 def test_other_processes_read_the_same_images(small: Any, tmp_path: Any, monkeypatch: Any, caplog: Any) -> None:
     """Also where no package for medical images is installed."""
     hiding = tmp_path / "absent" / "pydicom"

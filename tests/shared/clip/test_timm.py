@@ -167,6 +167,7 @@ def test_half_precision_gives_wide_features() -> None:
     assert bool(gradient.abs().sum() > 0)
 
 
+@pytest.mark.extended
 def test_neither_open_clip_nor_a_tokenizer_is_loaded() -> None:
     code = (
         "import json, sys, torch; torch.set_num_threads(1)\n"

@@ -56,6 +56,7 @@ def test_weights_are_small_and_in_half_precision() -> None:
         assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"F16"}  # noqa: SIM118
 
 
+@pytest.mark.extended
 def test_the_documented_table_is_the_measured_one(model: open_clip.CLIP) -> None:
     """One style's row of docs/explanation/backbone.md, to what rounding on another machine may change."""
     text = (ROOT / "docs" / "explanation" / "backbone.md").read_text(encoding="utf-8")
@@ -72,6 +73,7 @@ def arguments(**changes: object) -> argparse.Namespace:
     return argparse.Namespace(**({"seed": 0, "steps": 2, "batch": 6, "lr": 1e-3} | changes))
 
 
+@pytest.mark.extended
 def test_pretraining_is_reproducible(tmp_path: Path) -> None:
     recipe = backbone.Recipe()
     for name in ("a", "b"):

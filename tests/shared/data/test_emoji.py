@@ -48,6 +48,7 @@ def test_seven_permissive_styles_are_shipped_with_their_notices(drawn: store.Dra
     assert sum(file.stat().st_size for file in store.FOLDER.rglob("*") if file.is_file()) < 3_200_000
 
 
+@pytest.mark.extended
 def test_every_picture_is_there_unlike_others_and_shows_something(drawn: store.Drawn) -> None:
     assert len(drawn.things) >= 500
     assert len({thing.name for thing in drawn.things}) == len(drawn.things)

@@ -284,6 +284,7 @@ def refused_in_time(uri: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
+@pytest.mark.extended
 def test_a_pipe_among_images_is_named_beside_all_else_that_is_wrong(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "own", each=3)
     inside = next(path for path in sorted(folder.iterdir()) if path.is_dir())
@@ -311,6 +312,7 @@ def test_a_socket_in_a_table_and_a_pipe_for_words_are_named(tmp_path: Path) -> N
     assert f"{folder / 'domain.txt'} cannot be read: " in refused(f"folder:{folder}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("uri", ["torchvision:MNIST?root={}", "hf:{}"])
 def test_a_pipe_under_a_librarys_folder_is_named(tmp_path: Path, uri: str) -> None:
     if uri.startswith("hf"):
