@@ -117,24 +117,6 @@ def test_pictures_of_8_bits_beside_others_stay_as_they_are(tmp_path: Path) -> No
     assert levels(uri) == levels(f"{uri}?grey=12") == {77, 50}
 
 
-def test_a_librarys_pictures_have_one_scale_too(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="Hugging Face data: pip install '.[hf]'")
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
-
-    def saved(name: str, *pictures: Numbers) -> str:
-        rows = {"image": [Image.fromarray(own) for own in pictures], "label": [k % 2 for k in range(len(pictures))]}
-        datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / name))
-        return f"hf:{tmp_path / name}"
-
-    assert open_source(saved("same", *[whole(4000 + k) for k in range(4)])).grey == (0, 4095)
-    mixed = saved("mixed", whole(900), *[whole(4000 + k) for k in range(3)])
-    assert "1 file as 10 bits, 3 as 12 bits" in refused(mixed)
-    assert levels(f"{mixed}?grey=12") == {50}
-    late = open_source(saved("late", *[np.full((32, 32), k, "u1") for k in range(3)], whole(4000)))
-    with pytest.raises(DataError, match=r"row \d is a grey picture that is read as 12 bits, .*as in grey=12"):
-        [part.image(row) for part in (late.train, late.test) for row in range(len(part))]
-
-
 @pytest.mark.parametrize("apart", [False, True])
 def test_features_are_of_the_common_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
     """Read by threads or by other processes: those of the same pictures that 8 bits hold already."""

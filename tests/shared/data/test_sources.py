@@ -491,16 +491,20 @@ def test_an_image_does_not_depend_on_its_batch(style: str) -> None:
     assert torch.equal(mixed[17], together[17])
 
 
-# Three images of each style: the mean red, green and blue of 4 x 4 squares. Published figures are of these pictures.
+# Three images of each style: the mean and the deviation of red, green and blue in 4 x 4 squares. Published figures are
+# of these pictures.
 GOLDEN = json.loads(Path(__file__).with_name("drawn_symbols.json").read_text())
 
 
 @pytest.mark.parametrize("style", list(symbols.STYLES))
-def test_a_drawn_picture_stays_the_same(style: str) -> None:
+def test_a_drawn_picture_stays_the_same(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn anew: not what this machine has kept of it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     drawn = open_source(f"symbols:{style}?topic=weather&per_class=2&test_per_class=1").train
-    for row, squares in zip((0, 5, 9), GOLDEN[style], strict=True):
-        means = np.asarray(drawn.image(row)).reshape(4, 12, 4, 12, 3).astype(float).mean((1, 3)).reshape(-1)
-        assert means.tolist() == pytest.approx(squares, abs=1.01)
+    for row, (means, deviations) in zip((0, 5, 9), GOLDEN[style], strict=True):
+        squares = np.asarray(drawn.image(row)).reshape(4, 12, 4, 12, 3).astype(float)
+        assert squares.mean((1, 3)).reshape(-1).tolist() == pytest.approx(means, abs=1.01)
+        assert squares.std((1, 3)).reshape(-1).tolist() == pytest.approx(deviations, abs=1.01)
 
 
 @pytest.mark.parametrize("style", list(symbols.STYLES))
@@ -711,28 +715,6 @@ def test_a_hub_data_set_with_its_splits(tmp_path: Path) -> None:
     assert found.class_names == ("red fox", "owl")
     assert shades(found, "train") == [(("red fox", "owl")[k % 2], 4 * k) for k in range(6)]
     assert shades(found, "test") == [(("red fox", "owl")[k % 2], 40 + 4 * k) for k in range(6)]
-    named = open_source(f"hf:{folder}?train=validation&test=train&image=picture&label=kind")
-    assert shades(named, "test") == shades(found, "train")
-
-
-def test_a_hub_data_set_without_a_test_split_is_divided(tmp_path: Path) -> None:
-    found = open_source(f"hf:{hub_folder(tmp_path, ('train',))}")
-    assert (len(found.train), len(found.test)) == (4, 2)
-
-
-MISFITS = [
-    ("train=none", "has no split none; it has train"),
-    ("image=id", "image=id is no column of Image"),
-    ("label=picture", "label=picture is no column of ClassLabel"),
-    ("colour=red", "unknown option colour"),
-]
-
-
-@pytest.mark.parametrize(("query", "complaint"), MISFITS)
-def test_a_hub_data_set_that_does_not_fit_is_refused(tmp_path: Path, query: str, complaint: str) -> None:
-    folder = hub_folder(tmp_path, ("train",))
-    with pytest.raises(DataError, match=complaint):
-        open_source(f"hf:{folder}?{query}")
     with pytest.raises(DataError, match="cannot be loaded"):
         open_source(f"hf:{tmp_path / 'nowhere'}")
 
