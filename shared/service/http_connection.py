@@ -141,8 +141,8 @@ class _Parts:
     def __init__(self, cycle: RequestResponseCycle):
         self._cycle = cycle
         self._receive = cycle.receive
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._parts = [bytes(cycle.body)]  # what came while an earlier request was answered
+        self._size = len(cycle.body)
         cycle.body = cast(bytearray, self)
 
     def __iadd__(self, part: bytes) -> _Parts:

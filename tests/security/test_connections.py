@@ -103,36 +103,6 @@ def test_an_unread_body_is_not_waited_for(coordinator: InThread, monkeypatch: py
                 time.sleep(0.02)
 
 
-POST, BODY = b"POST /healthz HTTP/1.1\r\nHost: x\r\n", b"\r\n3\r\nabc\r\n0\r\n\r\n"
-TOO_LONG = b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: " + b"x" * http_connection.HEAD_BYTES
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        TOO_LONG,
-        # What can be read in two ways.
-        POST + b"Host: y\r\n" + BODY,
-        POST + b"Content-Length: 3\r\nContent-Length: 4\r\n" + BODY,
-        POST + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n" + BODY,
-        POST + b"Connection: upgrade\r\nUpgrade: h2c\r\n" + BODY,
-        # What a proxy could take for another request.
-        b"GET http://x/healthz HTTP/1.1\r\nHost: y\r\n\r\n",
-        b"GET /healthz#a HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET /healthz HTTP/1.1\r\n\r\n",
-        b"GET /healthz HTTP/2.0\r\nHost: x\r\n\r\n",
-        b"GET /healthz HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"GET /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n",
-    ],
-    ids=lambda sent: repr(sent[:60]),
-)
-def test_a_head_without_end_or_with_two_meanings_is_refused(coordinator: InThread, sent: bytes) -> None:
-    with connect(coordinator) as connection:
-        connection.sendall(sent)
-        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
-        assert hung_up(connection)
-
-
 def head(client: ScriptedClient, line: str, *more: str) -> bytes:
     """The first line and the headers of a client's request."""
     lines = [line, "Host: x", *more, *(f"{name}: {value}" for name, value in client.headers.items())]

@@ -148,7 +148,7 @@ class Listed:
     """A data set of torchvision's kind: images, and labels under the attributes that are given."""
 
     def __init__(self, given: list[Any], **attributes: Any) -> None:
-        self.rows = [(grey(k), label) for k, label in enumerate(given)]
+        self.rows: list[tuple[Any, Any]] = [(grey(k), label) for k, label in enumerate(given)]
         vars(self).update(attributes)
 
     def __len__(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import yaml
 
+from promptfed.shared.errors import BadInput
 from promptfed.shared.service.reasons import why
-from promptfed.shared.service.yaml_text import MOST_NESTED, MOST_PARTS, read_yaml
+from promptfed.shared.service.yaml_text import MOST_NESTED, MOST_PARTS, read_mapping, read_yaml
 
 NESTED, QUOTES = "nested too deeply", "put a text in quotes"
 
@@ -61,3 +63,21 @@ def test_texts_as_long_as_a_run_text_may_be_are_read_in_the_time_of_a_request() 
         with pytest.raises(yaml.YAMLError):
             read_yaml(text, aliases=False)
         assert time.process_time() - start < 1.5
+
+
+def test_a_file_of_a_mapping_is_read_or_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("a: &x 1\nb: *x\n")
+    assert read_mapping(file) == {"a": 1, "b": 1}
+    for content, says in (
+        (b"- a", "must hold a mapping"),
+        (b"a: [", "is not YAML: mend line"),
+        (b"\xff", "is not YAML"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(BadInput, match=f"{file} {says}"):
+            read_mapping(file)
+    with pytest.raises(BadInput, match=f"cannot read {tmp_path}/none: there is no such file"):
+        read_mapping(tmp_path / "none")
+    with pytest.raises(yaml.YAMLError, match="write out what the alias repeats"):
+        read_yaml("a: &x 1\nb: *x\n", aliases=False)
