@@ -252,7 +252,7 @@ def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alo
     assert rate("promptfl", backbone={"model": "promptfed-tiny", "pretrained": "random"}) == 0.002
     on_vit = {"model": "ViT-B-16", "pretrained": "openai"}
     for method, paper, embedded in (
-        ("fedpgp", 0.001, 0.01),
+        ("fedpgp", 0.001, 0.003),  # Adam
         ("coop", 0.002, 0.02),
         ("fedkgcoop", 0.002, 0.01),
         ("fedvpt", 0.002, 0.64),  # visual prompts
@@ -282,10 +282,16 @@ def test_a_method_tells_the_rates_that_its_specs_take_by_backbone() -> None:
             assert spec.training.model_copy(update=one["training"]) == spec.training
 
 
-def test_words_on_the_backbone_of_photographs_train_by_adam_unless_the_spec_names_rate_or_optimizer() -> None:
+@pytest.mark.parametrize(
+    ("method", "backbone", "given"),
+    [("promptfl", "photo", 0.002), ("fedpgp", "photo", 0.001), ("fedpgp", "tiny", 0.001)],
+)
+def test_words_train_by_adam_where_sgd_failed_unless_the_spec_names_rate_or_optimizer(
+    method: str, backbone: str, given: float
+) -> None:
     def training(**named: Any) -> TrainingSpec:
-        photo = {"model": "promptfed-photo", "pretrained": "embedded"}
-        raw = {"name": "a", "method": {"name": "promptfl"}, "class_names": ["a", "b"], "backbone": photo}
+        model = {"model": f"promptfed-{backbone}", "pretrained": "embedded"}
+        raw = {"name": "a", "method": {"name": method}, "class_names": ["a", "b"], "backbone": model}
         return resolve_spec({**raw, "training": named}).training
 
     one = training()
@@ -293,8 +299,8 @@ def test_words_on_the_backbone_of_photographs_train_by_adam_unless_the_spec_name
     assert training(epochs=3) == one.model_copy(update={"epochs": 3})
     sgd = training(learning_rate=0.02)
     assert (sgd.optimizer, sgd.learning_rate, sgd.batch_size, sgd.epochs) == ("sgd", 0.02, 32, 5)
-    assert training(momentum=0.8) == sgd.model_copy(update={"momentum": 0.8, "learning_rate": 0.002})
-    assert training(optimizer="adamw") == sgd.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002})
+    assert training(momentum=0.8) == sgd.model_copy(update={"momentum": 0.8, "learning_rate": given})
+    assert training(optimizer="adamw") == sgd.model_copy(update={"optimizer": "adamw", "learning_rate": given})
 
 
 # Successive halving: rungs, survivors and grids of rates.

@@ -20,16 +20,15 @@ from promptfed.shared.tensors import TensorSpec
 
 TINY, EMOJI, PHOTO = ((f"promptfed-{name}", "embedded") for name in ("tiny", "emoji", "photo"))
 FACTORS = {TINY: {"sgd": 10, "adamw": 100}, EMOJI: {"adamw": 100}, PHOTO: {"sgd": 10}}
-WORDS: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    PHOTO: {"optimizer": "adam", "learning_rate": 0.003, "weight_decay": 0.0, "batch_size": 256, "epochs": 20}
-}
-"""Training of words where the loss is flat around the template and steep beyond, since the text tower was fitted to
-hear the same in every template. A step of SGD is nothing there and then a leap; one of Adam moves no number by more
-than the rate. Batches of a whole site leave no noise that turns the way out; the text tower costs the same for them."""
+BY_ADAM = {"optimizer": "adam", "learning_rate": 0.003, "weight_decay": 0.0, "batch_size": 256, "epochs": 20}
+"""Training of words on `PHOTO`, where the loss is flat around the template and steep beyond, since the text tower was
+fitted to hear the same in every template. A step of SGD is nothing there and then a leap; one of Adam moves no number
+by more than the rate. Batches of a whole site leave no noise that turns the way out; the text tower costs the same for
+them. On `TINY` of fedpgp too, whose two terms pull at four words: more, or larger, steps of SGD do not learn there."""
 TOWER_FACTORS = {TINY: {"adam": 10, "adamw": 10}}  # of methods that train the image tower's weights
 SMALL = 0.01  # rates from here on are not multiplied: they are of methods that scale them
 USUAL = 0.002  # the rate of methods that give none
-SWEPT = {
+SWEPT: Mapping[tuple[str, str], Mapping[str, float | Mapping[str, Any]]] = {
     TINY: {
         "fedvpt": 0.64,
         "fedvpt_deep": 2.0,
@@ -37,6 +36,7 @@ SWEPT = {
         "fedclip": 0.002,
         "fedtaskres": 0.15,
         "fedkgcoop": 0.01,
+        "fedpgp": BY_ADAM,
     },
     EMOJI: {"fedmaple": 0.035, "fedclip": 0.002, "fedtaskres": 0.11},
     PHOTO: {"fedtaskres": 0.12, "pfedmoap": 0.6},
@@ -77,13 +77,14 @@ def _swept(method: type[Method], backbone: tuple[str, str]) -> dict[str, Any]:
     is_ours = method.__module__.startswith("promptfed.shared.methods.")
     swept, factor = SWEPT.get(backbone, {}), FACTORS.get(backbone, {}).get(optimizer)
     if is_ours and method.name in swept:
-        return {"learning_rate": swept[method.name]}
+        own = swept[method.name]
+        return dict(own) if isinstance(own, Mapping) else {"learning_rate": own}
     if given >= SMALL or not (has_rate and is_ours):
         return {}
     if "trainable" in fields:
         factor = TOWER_FACTORS.get(backbone, {}).get(optimizer)
-    if issubclass(method.Hyper, WordsHyper) and backbone in WORDS:
-        return dict(WORDS[backbone])
+    if issubclass(method.Hyper, WordsHyper) and backbone == PHOTO:
+        return dict(BY_ADAM)
     return {} if factor is None else {"learning_rate": float(f"{given * factor:.3g}")}
 
 
