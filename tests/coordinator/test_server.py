@@ -208,7 +208,7 @@ def test_who_waits_for_its_turn_ends_at_a_failure_alone_and_says_it_as_it_is() -
     async def ended(how: str) -> None:
         turns: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         {"cancelled": turns.cancel, "done": lambda: turns.set_result(None)}[how]()
-        one._end(turns)  # type: ignore[arg-type]
+        one._end(turns)
 
     for how in ("cancelled", "done"):
         asyncio.run(ended(how))
