@@ -24,7 +24,7 @@ from PIL import Image
 from pydantic import BaseModel
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.joining.checks import Check, check_data, check_device, check_disk
+from promptfed.client_service.joining.checks import Check, check_data, check_device
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.disclosure import EACH, Declared, Disclosure, disclose
 from promptfed.client_service.privacy.agreement import AgreedTerms, Agreement, NotAgreed, terms_of
@@ -37,7 +37,7 @@ from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, PayloadRef, Pee
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
 from promptfed.shared.methods.core.interface import Method, Needs
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.spec.sections import CompressionSpec, PrivacySpec, SecureAggregationSpec
+from promptfed.shared.spec.sections import CompressionSpec, PrivacySpec, SecureAggregationSpec, SelectionSpec
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.spec.weighting import Weighting
@@ -697,26 +697,6 @@ def verdicts(*wanted: str) -> list[str]:
     return [check_device(one).verdict for one in wanted]
 
 
-def test_the_data(source: Source) -> None:
-    counts, images = check_data(source, "trainer")
-    assert f"{len(source.train)} training" in counts.text
-    assert (counts.verdict, images.verdict) == ("pass", "pass")
-    nothing = replace(source, train=source.train.select(torch.arange(0)))
-    assert check_data(nothing, "trainer")[0].verdict == "fail"
-    assert check_data(nothing, "evaluator")[0].verdict == "pass"
-    leaking = replace(source, test=source.train)
-    assert "training and test images alike" in check_data(leaking, "trainer")[1].text
-    few = replace(source, train=source.train.select((source.train.labels != 1).nonzero()[:, 0]))
-    assert check_data(few, "trainer")[0].verdict == "warn"
-    assert source.class_names[1] in check_data(few, "trainer")[0].text
-
-
-def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_disk(tmp_path / "not" / "yet").verdict == "pass"
-    (tmp_path / "file").write_text("")
-    assert check_disk(tmp_path / "file" / "below").verdict == "fail"
-
-
 def test_names_that_look_alike_are_a_warning(source: Source) -> None:
     names = ("blue bird", "Blue-Bird", "cat", "c\u0430t", "dog", "d\u200bog", "bird", "birds", "caf\u00e9", "cafe")
     text = check_data(replace(source, class_names=names), "trainer")[1]
@@ -726,3 +706,66 @@ def test_names_that_look_alike_are_a_warning(source: Source) -> None:
     assert "birds" not in text.text
     assert "caf" not in text.text
     assert "classes" not in [check.name for check in check_data(source, "trainer")]
+
+
+CENTRAL = {"level": "client", "clip": 1.5, "noise_multiplier": 2.0, "delta": 1e-5, "evaluation": "plain"}
+NOISY = PrivacySpec(
+    level="sample", clip=0.5, noise_multiplier=2.0, delta=1e-5, evaluation="noisy", evaluation_epsilon=0.5
+)
+ALL_RANGES = "            all from ranges of 10 images; nothing of a test set of fewer than 20"
+
+
+@pytest.mark.parametrize(("changes", "there", "absent"), [
+    ({}, ["  classes   told apart among 4 of the federation's; template the data's own", "  rounds    up to 3",
+          "  seed      7, which batches and crops follow from",
+          "  backbone  promptfed-photo with weights embedded, fp32",
+          "  accuracy  on its test images, novel, with the number of images, and the template's beside it",
+          "  tensor    context (4, 112) float32, 1,792 bytes",
+          "  progress  while it trains: the part of its steps that is done",
+          "  evaluate  every 1 round, before the first and after the last", "  domain    none declared",
+          "  every other site: the aggregate of all updates", "  metrics   loss, train_seconds, trained_parameters"],
+     ["THIS IS NOT", "clients  ", "privacy  ", "  sums", "rounded", "grey"]),
+    ({"class_names": None, "template": "a {}", "evaluate_every": 2},
+     ["  classes   told apart among this client's own; template 'a {}'",
+      "  evaluate  every 2 rounds, before the first and after the last"], []),
+    ({"limits": (10, 4)}, [ALL_RANGES, "at most 4 states on one test set (metrics.states); 4 may be asked"], []),
+    ({"limits": (10, 3)},
+     ["of at most 3 states on one test set (metrics.states), the last round's among them; 4 may be asked for"], []),
+    ({"limits": (10, 4), "rounds": 7, "evaluate_every": 2},
+     ["states on one test set (metrics.states), the last round's among them; 5 may"], []),
+    ({"method": {"name": "promptfl", "task": "multi_label"}, "limits": (2, 4)},
+     ["of several labels no figure leaves"], ["accuracy  on"]),
+    ({"method": {"name": "promptfl", "task": "multi_label"}}, ["accuracy  on its test images"], ["no figure leaves"]),
+    ({"selection": SelectionSpec(share=0.25)},
+     ["accuracy  on 25% of the training images, which are held out, and once at the end its test images, novel,"], []),
+    ({"privacy": NOISY, "limits": (10, 3)},
+     ["as numbers of right answers with noise, ε = 0.5 each out of the test images' own budget", "at most 3 states"],
+     ["  progress", "all from ranges", "adds noise"]),
+    ({"privacy": PrivacySpec(**CENTRAL, epsilon=8.0)},
+     ["noise of 2 times the clip 1.5, ε = 8 at most at δ = 1e-05: whoever"], ["  progress"]),
+    ({"privacy": PrivacySpec(**CENTRAL)}, ["noise of 2 times the clip 1.5 at δ = 1e-05: whoever"], []),
+    ({"evaluation": "withheld"}, ["nothing   but that it was made: accuracies are withheld"], ["accuracy  on"]),
+    ({"compression": CompressionSpec(up="int8")},
+     ["  sending   changes from what was received, rounded at random to int8"], []),
+    ({"told": ("the seed is 8 instead of 7",)},
+     ["THIS IS NOT WHAT YOU AGREED TO BEFORE:", "  the seed is 8 instead of 7"], []),
+    ({"role": "evaluator"},
+     ["  images    4, the number of test images"], ["rounds  ", "seed  ", "tensor", "gradients of images", "key  "]),
+    ({"secure_aggregation": SecureAggregationSpec(minimum=5), "weighting": Weighting(weighting="samples")},
+     ["learns sums of at least 5 clients; other sites learn a key and the number of training images, no name"],
+      ["progress"]),
+    ({"secure_aggregation": SecureAggregationSpec(minimum=5), "weighting": Weighting(weighting="uniform")},
+     ["other sites learn a key, no name", "  key       public"], []),
+    ({"role": "evaluator", "secure_aggregation": SecureAggregationSpec(minimum=5)}, ["leave under masks"], ["  key "]),
+])  # fmt: skip
+def test_what_the_owner_reads(changes: dict[str, Any], there: list[str], absent: list[str], backbone: Backbone) -> None:
+    given = {"method": {"name": "promptfl", "m": 4}, "seed": 7} | changes
+    limits, told, role = given.pop("limits", (1, 4)), given.pop("told", ()), given.pop("role", "trainer")
+    method = make_method(given["method"])
+    info = info_of("promptfl").model_copy(update=given)
+    terms = terms_of(info, method, "http://127.0.0.1", role, ["novel"])
+    declared = Declared("a", role, 4, tuple(NAMES), None, "cpu", "sha256:" + "0" * 64)
+    lines = disclose(terms, info, method, declared, shape_of(backbone), told, None, limits).lines()
+    text = "\n".join(lines)
+    assert [line for line in there if line not in text] == []
+    assert [line for line in absent if line in text] == []

@@ -6,10 +6,12 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -539,6 +541,16 @@ COURSE: list[tuple[str, Mapping[str, Any]]] = [
     ("evaluated", {"round": 1, "rounds": 8, "accuracy": 0.435, "zero_shot": 0.334}),
     ("evaluated", {"round": 2, "rounds": 8, "accuracy": 0.5, "zero_shot": None}),
     ("evaluated", {"round": 3, "rounds": 8, "accuracy": None, "zero_shot": None}),
+    ("evaluated", {"round": 4, "rounds": 8, "accuracy": 0.25, "zero_shot": None, "one_class": True}),
+    ("sending", {"round": 4, "phase": "train", "bytes": 1234}),
+    ("met", {"round": 4, "members": 5, "new": 3, "listed": 2}),
+    ("again", {"round": 4, "rounds": 8, "phase": "train"}),
+    ("sent_again", {"round": 4, "rounds": 8, "phase": "train", "bytes": 1234}),
+    (
+        "trained",
+        {"round": 4, "rounds": 8, "phase": "train", "payload": "sha256:0123456789abcdef", "train_seconds": 0.5},
+    ),
+    ("refused", {"round": 4, "status": 422, "detail": "not so"}),
     ("failed", {"round": 4, "phase": "train", "type": "MethodError", "detail": "lower training.learning_rate"}),
     ("ended", {"federation": "pets", "detail": "the federation finished"}),
 ]
@@ -550,9 +562,103 @@ def test_lines_for_people(caplog: pytest.LogCaptureFixture) -> None:
         "round 1/8 train: loss 1.204, 1.8 s",
         "round 1 train: the coordinator has the update, 7,368 bytes", "round 1/8 accuracy 43.5% (zero-shot 33.4%)",
         "round 2/8 accuracy 50.0%", "round 3/8 evaluated",
+        "round 4/8 accuracy 25.0%; nearly all answers are one class: these images are shifted",
+        "round 4 train: sending the update, 1,234 bytes",
+        "round 4: 3 of the 5 others in the secure sum are new to this client, 2 are peers that its policy lists",
+        "warning: the coordinator asks for round 4/8 train again, as one does that was restored from a backup",
+        "round 4/8 train: the coordinator's disk had lost the update, the same bytes went again",
+        "round 4/8 train: 0.5 s, from sha256:0123456789ab...", "warning: refused round=4 status=422 detail=not so",
         "warning: failed round=4 phase=train type=MethodError detail=lower training.learning_rate",
         "the federation pets has ended",
     ]  # fmt: skip
+
+
+def test_what_happened_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    told = list[str]()
+    monitor = Monitor(Status("a", "trainer", "pets", "http://127.0.0.1:1"), lambda event, facts: told.append(event))
+    monitor.record = lambda event, facts: told.append(f"{event} on record")
+    for event, facts in COURSE:
+        monitor.tell(event, **facts)
+    assert told == [text for event, _ in COURSE for text in (f"{event} on record", event)]
+    status = monitor.status
+    assert (status.trained, status.evaluated, status.accuracy, status.zero_shot) == (2, 4, 0.25, None)
+    assert (status.last_refusal, status.last_error) == ("not so", "lower training.learning_rate")
+    assert status.met == {"round": 4, "members": 5, "new": 3, "listed": 2}
+    caplog.set_level(logging.INFO)
+    monitor.task(5, "train", "training")
+    monitor.tell("lost", loss=0.123456, none=None)
+    assert caplog.messages[-1] == "lost loss=0.1235"
+    values = dict(line.rsplit(" ", 1) for line in monitor.exposition().decode().splitlines() if line[:1] != "#")
+    assert float(values["promptfed_client_training_seconds_total"]) == pytest.approx(2.34)
+    assert float(values['promptfed_client_events_total{event="evaluated"}']) == 4
+    assert float(values['promptfed_client_accuracy{prompts="learned"}']) == 0.25
+    assert float(values['promptfed_client_accuracy{prompts="template"}']) == 0.334
+    assert (float(values["promptfed_client_round"]), status.stage) == (5, "training")
+
+
+@pytest.mark.parametrize(("stopped_by", "serving", "stage", "exit"), [
+    (None, False, "ended", Exit.OK), (signal.SIGINT, True, "ended", Exit.INTERRUPTED),
+    (signal.SIGTERM, True, "ended", Exit.OK), (signal.SIGINT, False, "stopped", Exit.INTERRUPTED),
+    (signal.SIGTERM, False, "stopped", Exit.OK),
+])  # fmt: skip
+def test_a_client_serves_to_its_end_or_until_it_is_stopped(
+    stopped_by: int | None, serving: bool, stage: Any, exit: Exit,
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level(logging.INFO)
+    (tmp_path / "api-token").write_text("t\n")
+    own = settings.model_copy(update={"serve": serving, "api_token_file": tmp_path / "api-token", "api_port": 7})
+    worker, seen, stops = Worker(own), list[Any](), list[Any]()
+
+    async def run(self: Worker) -> Exit:
+        seen.append(self.api_url)
+        self.monitor.stage(stage)
+        if stopped_by is not None:  # while it takes part, or once it only serves
+            asyncio.get_running_loop().call_later(0.01, stops[0], stopped_by) if serving else stops[0](stopped_by)
+        return Exit.OK
+
+    @asynccontextmanager
+    async def api(app: Any, host: str, port: int) -> AsyncIterator[str]:
+        seen.append((app, host, port))
+        yield "http://here"
+        seen.append("closed")
+
+    monkeypatch.setattr(Worker, "run", run)
+    monkeypatch.setattr(Worker, "stop", lambda self: seen.append("stop"))
+    monkeypatch.setattr(worker_module, "on_signals", lambda loop, stop: stops.append(stop))
+    monkeypatch.setattr(worker_module, "create_app", lambda *given: given)
+    monkeypatch.setattr(worker_module, "running_api", api)
+    assert asyncio.run(asyncio.wait_for(worker_module.serve(worker), PATIENCE)) is exit
+    app = (worker.monitor, worker.predictor, "t", own.api_host)
+    assert seen == [(app, own.api_host, 7), "http://here", *["stop"] * (stopped_by is not None), "closed"]
+    assert ("the same command goes on" in caplog.text) is (stopped_by == signal.SIGINT and stage == "stopped")
+    assert ("serving predictions at http://here until stopped" in caplog.text) is serving
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_process_says_what_ended_it_and_waits_for_no_computation(
+    busy: bool, settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails(worker: Worker) -> Exit:
+        raise ValueError("unforeseen")
+
+    class Left(BaseException):
+        pass
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr(worker_module, "serve", fails)
+    monkeypatch.setattr(worker_module, "leave", leave)
+    monkeypatch.setattr(compute.Compute, "busy", busy)
+    if busy:
+        with pytest.raises(Left) as left:
+            worker_module.run(settings)
+        assert left.value.args == (Exit.FAILED,)
+    else:
+        assert worker_module.run(settings) == Exit.FAILED
+    assert "the client failed" in caplog.text
+    assert "ValueError: unforeseen" in caplog.text
 
 
 def test_protected_training_tells_no_seconds() -> None:

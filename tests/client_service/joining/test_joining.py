@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.joining.checks import check_recorded
-from promptfed.shared.data import Source
+from promptfed.client_service.joining.checks import ACCEPT, check_recorded
+from promptfed.client_service.joining.disclosure import Disclosure
+from promptfed.client_service.joining.joining import Joining
+from promptfed.client_service.settings import Settings
+from promptfed.client_service.state.private_state import Identity, PrivateState
+from promptfed.client_service.training.compute import Compute
+from promptfed.shared.data import DataError, Source
+from promptfed.shared.data.identity import DataIdentity, identity_of
 from tests.client_service.conftest import Make
 from tests.support.fake_coordinator import made_up_source
 
 
+@pytest.mark.extended
 def test_a_client_goes_on_with_its_own_data_alone(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is sent before it has said what changed; what it keeps is closed to others, and leaves with nothing."""
     caplog.set_level("INFO")
@@ -51,3 +61,101 @@ def test_a_client_goes_on_with_its_own_data_alone(make: Make, caplog: pytest.Log
     assert start(first) == ""
     assert "this client's folder did not know its data" in caplog.text
     assert "have changed" in start(other)
+
+
+def joining_of(settings: Settings, state: PrivateState) -> Any:
+    return Joining(settings, *cast(Any, (None, state, None, Compute(), None)), None)
+
+
+def test_which_data_a_folder_goes_on_with(settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    known, other = made_up_source(), made_up_source(3)
+    first, second = Identity("a", "trainer", "secret"), Identity("a", "trainer", "secret", "fed-1", "client-1")
+    joining = joining_of(settings, PrivateState(tmp_path))
+    now = joining._expect_data(first, known, {})
+    joining._keep_data(now)
+    assert joining.state.read_as("data.json", DataIdentity) == now == identity_of(known, {})
+    written = (tmp_path / "data.json").stat().st_mtime_ns
+    joining._keep_data(joining._expect_data(second, known, {}))
+    assert (tmp_path / "data.json").stat().st_mtime_ns == written, "nothing to write"
+    assert joining._expect_data(first, other, {}) == identity_of(other, {}), "who has not enrolled is free"
+    with pytest.raises(ClientError, match=rf"other train images \(of 24\).*; {ACCEPT}") as end:
+        joining._expect_data(second, other, {})
+    assert (end.value.exit, caplog.text) == (Exit.BAD_INPUT, "")
+    joining.settings = settings.model_copy(update={"new_data": True})
+    now = joining._expect_data(second, other, {"more": known})
+    assert "as the owner accepts" in caplog.text
+    joining._keep_data(now)
+    joining._keep_data(identity_of(known, {}))
+    kept = joining.state.read_as("data.json", DataIdentity)
+    assert (kept.splits["train"], set(kept.splits)) == (identity_of(known, {}).splits["train"], {*now.splits})
+    assert "more test" in kept.splits, "a test set that is not given today is known again when it is"
+    (tmp_path / "data.json").unlink()
+    for rejoins in (False, True):
+        joining._rejoins = rejoins
+        joining._keep_data(now)
+        assert ("did not know its data" in caplog.text) is rejoins
+        (tmp_path / "data.json").unlink()
+    joining._keep_data(None)
+    assert not (tmp_path / "data.json").exists()
+    assert joining_of(settings, PrivateState(tmp_path / "b", ephemeral=True))._expect_data(second, other, {}) is None
+
+    def fails(*given: Any) -> None:
+        raise DataError("a.png cannot be read")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ClientError, match=r"a\.png cannot be read"):
+        patch.setattr("promptfed.client_service.joining.joining.identity_of_data", fails)
+        joining._expect_data(first, known, {})
+
+
+def test_patch_features_that_do_not_fit_are_refused_before_one_is_computed(
+    settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    joining, done = joining_of(settings, PrivateState(tmp_path)), list[str]()
+    cost = SimpleNamespace(images=0, bytes=2_500_000, free=1_200_000, folder="f", fits=False)
+    data = SimpleNamespace(tests={"novel": None}, patch_cost=lambda parts: cost)
+    data.features, data.keep_patches = lambda name, watched: done.append(name), lambda name: done.append(f"{name}+")
+    work, info = SimpleNamespace(data=data), SimpleNamespace(training=SimpleNamespace(threads=1))
+    joining.parts = SimpleNamespace(consent=None)
+
+    def warm(**needs: bool) -> list[str]:
+        done.clear()
+        joining._warm(work, SimpleNamespace(needs=SimpleNamespace(**needs)), info)
+        return done
+
+    assert warm(cached_features=False, patch_tokens=False) == []
+    assert warm(cached_features=True, patch_tokens=False) == ["train", "test", "novel"]
+    both = ["train", "train+", "test", "test+", "novel", "novel+"]
+    assert (warm(cached_features=True, patch_tokens=True), caplog.text) == (both, "")
+    cost.images = 1_000
+    with pytest.raises(ClientError, match=r"of 1,000 images take 2\.5 MB in f; 1\.2 MB are free there: give") as end:
+        warm(cached_features=True, patch_tokens=True)
+    assert (end.value.exit, done) == (Exit.BAD_INPUT, [])
+    cost.fits, joining.settings = True, settings.model_copy(update={"role": "evaluator"})
+    assert warm(cached_features=True, patch_tokens=True) == both[2:]
+    assert "take 2.5 MB in f; 1.2 MB are free there" in caplog.text
+
+
+@pytest.mark.parametrize(("agrees", "changes", "said"), [
+    (True, ("x",), None), (False, (), "not joined, as you decided"),
+    (False, ("a is 2", "b"), r"\(a is 2; b\).*--agree 0f"),
+])  # fmt: skip
+def test_who_does_not_agree_does_not_join(
+    agrees: bool, changes: tuple[str, ...], said: str | None, settings: Settings, tmp_path: Path, source: Source
+) -> None:
+    shown: list[list[str]] = []
+
+    async def consent(checks: Any, disclosure: Disclosure) -> bool:
+        shown.append([check.name for check in checks])
+        return agrees
+
+    disclosure = SimpleNamespace(changes=changes, terms=SimpleNamespace(digest="0f"))
+    asking = joining_of(settings, PrivateState(tmp_path))._ask(consent, disclosure, source)
+    if said is None:
+        asyncio.run(asking)
+    else:
+        with pytest.raises(ClientError, match=said) as end:
+            asyncio.run(asking)
+        assert end.value.exit is Exit.DECLINED
+    assert shown == [["data", "images", "device"]]
