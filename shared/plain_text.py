@@ -34,7 +34,7 @@ def plain(text: object, keep: str = "") -> str:
 
 def expect_visible(text: str) -> str:
     """``text``. Raises ValueError if a letter of it moves a cursor, ends a line or turns the direction of writing."""
-    if not text.isascii() or not text.isprintable():
+    if not text.isprintable():
         for letter in text:
             if (kind := unicodedata.category(letter)) in OBEYED or letter in TURNING:
                 fault = "is not UTF-8" if kind == "Cs" else f"has {_code(letter)}, which would control a display"

@@ -39,7 +39,6 @@ def grouped(groups: Sequence[str], labels: Tensor) -> tuple[Tensor, list[Tensor]
 
 def iid(count: int, clients: int, seed: int, things: str = "images") -> list[Tensor]:
     """Rows of each client, shuffled and dealt in turn; sizes differ by at most one."""
-    _check_clients(clients)
     _check_enough(count, clients, things)
     order = _rng(seed, "iid").permutation(count)
     return [torch.from_numpy(np.sort(order[k::clients])) for k in range(clients)]
@@ -52,7 +51,6 @@ def pathological(class_count: int, clients: int, seed: int) -> list[list[int]]:
     and the last gets the rest: of 19 classes over ten clients, nine have two and the last has one. If nothing would be
     left for the last client, the number is rounded down.
     """
-    _check_clients(clients)
     if clients > class_count:
         raise DataError(f"{class_count} classes cannot be disjoint over {clients} clients; ask for fewer clients.")
     each = round(class_count / clients)
@@ -126,7 +124,6 @@ def dirichlet(
     its own class mix. With an alpha below 1 the shares are drawn again, up to 100 times, if a client has no image in
     some split; from 1 on such a client gets an image of the client with most.
     """
-    _check_clients(clients)
     splits = [strata(labels) for labels in splits]
     if not alpha > 0:
         raise DataError(f"alpha={alpha} is not above 0.")
@@ -191,8 +188,6 @@ def _evenly(shares: np.ndarray, sizes: np.ndarray, everyone: bool) -> np.ndarray
 def few_shot(labels: Tensor, shots: int, seed: int) -> Tensor:
     """Rows of ``shots`` images of each class that occurs (all images of smaller classes), sampled as in CoOp."""
     labels = strata(labels)
-    if shots < 1:
-        raise DataError(f"shots={shots} is not at least 1.")
     chosen = []
     for label in torch.unique(labels).tolist():
         rows = np.flatnonzero(labels.numpy() == label)
@@ -262,11 +257,6 @@ def _check_enough(count: int, clients: int, things: str) -> None:
     if clients > count:
         one = counted(count, things.removesuffix("s"))
         raise DataError(f"{one} cannot be divided over {clients} clients; ask for fewer clients.")
-
-
-def _check_clients(clients: int) -> None:
-    if clients < 1:
-        raise DataError(f"clients={clients} is not at least 1.")
 
 
 def _rng(seed: int, *purpose: str | int) -> np.random.Generator:
