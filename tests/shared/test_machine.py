@@ -1,21 +1,29 @@
-"""Folders of caches: closed to others whatever the umask, no link's and no other user's, and nothing foreign lost."""
+"""What differs between systems, and folders of caches: closed to others, no link's, and nothing foreign lost."""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import fcntl
 import hashlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from promptfed.coordinator.store.bucket import ObjectCache
-from promptfed.shared import __version__
+from promptfed.shared import __version__, machine
 from promptfed.shared.clip import FeatureCache, load_backbone
 from promptfed.shared.clip.caches import features_in
 from promptfed.shared.data import DataError, open_source, symbols
 from promptfed.shared.data.medical.opening import Keys
+from promptfed.shared.service import open_files
+from tests.support.windows_like import lock_bytes
 
 DRAWN = ("symbols:chalk", "digits")
 
@@ -124,3 +132,161 @@ def test_tidying_a_cache_leaves_what_is_not_its_own(
         cache.features(backbone, source.train, indices=[row])
     assert [path.read_bytes() for path in [*letters, *weights]] == [b"not ours"] * 5
     assert len([path for path in (home / "symbols").iterdir() if path not in letters]) == 1, "ours are tidied"
+
+
+# Locks, limits and signals, on a machine like Windows too
+
+
+def like_windows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Takes POSIX away; returns what is locked."""
+    locked: list[Any] = []
+
+    def locking(handle: int, mode: int, count: int) -> None:
+        locked.append(os.lseek(handle, 0, os.SEEK_CUR))
+        lock_bytes(handle, mode, count)
+
+    windows: Any = ModuleType("msvcrt")
+    windows.locking, windows.LK_NBLCK = locking, 2
+    for name, module in (("_fcntl", None), ("_resource", None), ("_msvcrt", windows)):
+        monkeypatch.setattr(machine, name, module)
+    return locked
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_lock_is_one_holders_until_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windows: bool
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"abc")
+    locked = like_windows(monkeypatch) if windows else []
+    if windows:  # in one process its locks are not held against itself
+        whole = SimpleNamespace(lockf=lambda handle, mode, *place: fcntl.flock(handle, mode), LOCK_EX=2, LOCK_NB=4)
+        monkeypatch.setattr("tests.support.windows_like.fcntl", whole)
+    first, second = (os.open(file, os.O_RDWR) for _ in range(2))
+    os.lseek(first, 2, os.SEEK_SET)
+    assert machine.try_lock(first)
+    assert not machine.try_lock(second)
+    assert os.lseek(first, 0, os.SEEK_CUR) == 2
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            os.close(first)
+
+    monkeypatch.setattr(machine.time, "sleep", sleep)
+    if not windows:
+        os.close(first)
+    machine.lock(second)
+    assert waits == [machine.RETRY_SECONDS] * 2 * windows
+    assert set(locked) <= {machine.LOCKED_BYTE}
+    third = os.open(file, os.O_RDWR)
+    assert not machine.try_lock(third)
+    os.close(second)
+    os.close(third)
+    handle = machine.open_to_lock(tmp_path)
+    assert (tmp_path / ".lock").exists() == windows
+    if windows:
+        assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
+    os.close(handle)
+    machine.sync_folder(tmp_path)
+    assert machine._found("no_module_of_this_name") is None
+    assert machine._found("json") is not None
+
+
+class Limits:
+    """As of the module `resource`."""
+
+    RLIMIT_NOFILE, RLIMIT_AS, RLIM_INFINITY = 7, 9, -1
+
+    def __init__(self, soft: int, hard: int) -> None:
+        self.soft, self.hard, self.set = soft, hard, []
+
+    def getrlimit(self, kind: int) -> tuple[int, int]:
+        assert kind == self.RLIMIT_NOFILE
+        return self.soft, self.hard
+
+    def setrlimit(self, kind: int, limits: tuple[int, int]) -> None:
+        self.set.append((kind, limits))
+        raise ValueError("not allowed")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "limits", "asked", "most"),
+    [
+        (1000, 5000, (1000, 5000), (5000, 5000), 600),
+        (700, 700, (700, 700), (700, 700), 350),
+        (800, 800, (800, 800), (800, 800), 400),
+        (1000, -1, (1000, machine.UNLIMITED), (open_files.ENOUGH_FILES, -1), 600),
+        (-1, -1, (machine.UNLIMITED, machine.UNLIMITED), (machine.UNLIMITED, -1), open_files.ENOUGH_FILES),
+    ],
+)
+def test_open_files_are_raised_to_what_the_system_lets(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, limits: Any, asked: Any, most: int
+) -> None:
+    system = Limits(soft, hard)
+    monkeypatch.setattr(machine, "_resource", system)
+    assert machine.file_limits() == limits
+    open_files.raise_open_files()
+    machine.limit_memory(123)
+    assert system.set == [(7, asked), (9, (123, 123))]
+    assert open_files.most_connections() == most
+
+
+def test_without_limits_there_are_enough_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    like_windows(monkeypatch)
+    open_files.raise_open_files()
+    machine.limit_memory(123)
+    machine.raise_file_limit(5)
+    assert (machine.file_limits(), open_files.open_files()) == (None, open_files.ENOUGH_FILES)
+    assert open_files.most_connections() == open_files.ENOUGH_FILES
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_signals_and_lines_reach_the_loop(monkeypatch: pytest.MonkeyPatch, windows: bool) -> None:
+    async def work() -> tuple[list[int], list[str]]:
+        loop, stopped = asyncio.get_running_loop(), []
+        if windows:
+
+            def refuse(*given: Any) -> None:
+                raise NotImplementedError
+
+            monkeypatch.setattr(type(loop), "add_signal_handler", refuse)
+            monkeypatch.setattr(type(loop), "add_reader", refuse)
+        before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+        try:
+            machine.on_signals(loop, stopped.append)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+                await asyncio.sleep(0.01)
+        finally:
+            for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+                if not windows:
+                    loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+        reading, writing = os.pipe()
+        with os.fdopen(reading) as stream:
+            os.write(writing, b"one\n")
+            lines = [await machine.line_of(stream)]
+            os.close(writing)
+            lines.append(await machine.line_of(stream))
+        return stopped, lines
+
+    assert asyncio.run(work()) == ([signal.SIGTERM, signal.SIGINT], ["one\n", ""])
+
+
+@pytest.mark.parametrize(("variable", "library", "told"), [
+    (None, True, [(-8, 2), 0]), ("4", True, [0]), (None, False, []),
+])  # fmt: skip
+def test_heaps_are_shared_where_the_library_is_glibc(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, library: bool, told: list[Any]
+) -> None:
+    asked: list[Any] = []
+    glibc = SimpleNamespace(mallopt=lambda *given: asked.append(given), malloc_trim=asked.append)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: glibc if library else SimpleNamespace())
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", variable)
+    machine.share_heaps()
+    machine.give_back()
+    assert asked == told
