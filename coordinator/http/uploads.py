@@ -204,7 +204,9 @@ class Uploads:
         file, size = _File(path), 0
         if body.length is not None and body.length > limit + DRAINED:
             return Upload(path, body.length, "", too_large=True)
-        async for part in _in_time(body.parts()):
+        parts = body.parts()
+        # A small one has to be whole before it could be behind.
+        async for part in parts if body.is_small else _in_time(parts):
             size += len(part)
             if size > limit:
                 # Read on for a while, so that a client that is still sending finds our answer and not a closed door.
