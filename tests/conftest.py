@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from promptfed.shared import machine
+from tests import ROOT
 
 # How long an example takes says nothing about it, whichever file is run alone.
 settings.register_profile("any_speed", deadline=None)
@@ -82,15 +83,22 @@ LONG = (
 # Files whose tests run in `make test-all` only: they take most of the time. One path a line, `#` starts a comment.
 EXTENDED = frozenset(
     line.partition("#")[0].strip()
-    for line in (Path(__file__).parent / "extended.txt").read_text().splitlines()
+    for line in (ROOT / "tests" / "extended.txt").read_text().splitlines()
     if line.partition("#")[0].strip()
 )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The first tier imports no file of the second that guards no door."""
+    named = collection_path.suffix == ".py" and str(collection_path.relative_to(ROOT)) in EXTENDED
+    unasked = named and config.option.markexpr.endswith("not extended")
+    return True if unasked and "mark.door" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tests of the second tier are marked, but for doors. The longest files come first, each in its order."""
     for item in items:
-        named = str(item.path.relative_to(Path(__file__).parents[1])) in EXTENDED
+        named = str(item.path.relative_to(ROOT)) in EXTENDED
         if named and not item.get_closest_marker("door"):
             item.add_marker("extended")
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))

@@ -91,6 +91,7 @@ def test_the_projection_centres_features_without_a_picture(backbone: Backbone) -
     assert backbone.model.visual.head(mean).norm() < 0.2 * (backbone.model.visual.head.proj.weight @ mean).norm()
 
 
+@pytest.mark.extended
 def test_its_texts_lie_on_the_classifier_s_rows(backbone: Backbone) -> None:
     classifier = photo.tower.read(None)[-2]
     rows = head_of(backbone.model.visual.trunk, classifier, backbone.d_e).rows
@@ -99,6 +100,7 @@ def test_its_texts_lie_on_the_classifier_s_rows(backbone: Backbone) -> None:
     assert (texts * rows).sum(1).mean() > 0.7
 
 
+@pytest.mark.extended
 def test_it_names_photographs_nearly_as_often_as_the_classifier(capsys: pytest.CaptureFixture[str]) -> None:
     if not captioned():
         pytest.skip("tuxpaint-stamps-default is not installed")

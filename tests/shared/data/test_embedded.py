@@ -50,6 +50,7 @@ def test_the_digits_are_scikit_learns() -> None:
         assert (image[:4] == 255).all()
 
 
+@pytest.mark.extended
 def test_a_federation_runs_where_nothing_can_plot(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(

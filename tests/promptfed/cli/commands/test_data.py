@@ -37,6 +37,12 @@ def show(uri: str, out: Path, *more: str) -> Result:
     return CliRunner().invoke(app, ["data", "show", uri, "--out", str(out / "s.png"), *more])
 
 
+@pytest.fixture(autouse=True)
+def nobody_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But in one test, which gives it time: no backbone is loaded."""
+    monkeypatch.setattr(data, "NAMING_SECONDS", 0.0)
+
+
 @pytest.fixture
 def captions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     written: list[str] = []

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import kubernetes_validate
 import pytest
 import typer
 import yaml
@@ -143,7 +142,11 @@ def test_slurm_starts_one_ray_on_each_node() -> None:
     )
 
 
+@pytest.mark.extended
 def test_the_claim_and_the_pods_of_the_job_are_what_kubernetes_takes(tmp_path: Path) -> None:
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="manifests: pip install kubernetes-validate"
+    )
     claim, job = rayjob()
     kubernetes_validate.validate(claim, KUBERNETES, strict=True)
     cluster = job["spec"]["rayClusterSpec"]
