@@ -23,7 +23,7 @@ from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method, method_class, method_for, resolve_spec
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.costs import allowed_rounds, costs, expected_clients, spent
-from promptfed.shared.methods.core.interface import check_admission
+from promptfed.shared.methods.core.interface import Method, check_admission
 from promptfed.shared.methods.core.refusals import check_clients, check_hopeless
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod
 from promptfed.shared.methods.promptfl import PromptFL
@@ -349,6 +349,31 @@ def test_our_own_are_told_from_those_of_packages(install: Install, registry: Met
     assert not mark.exists()
     assert set(registry) == {"promptfl", "put_here", "mine"}
     assert registry.own() == ["promptfl", "put_here"]
+
+
+def test_a_class_that_is_given_has_a_name_of_its_own(install: Install, registry: MethodRegistry) -> None:
+    install("sound-3", SOUND, mine="Mine")
+
+    def made(name: str | None, **more: Any) -> type[Method]:
+        return type("Given", (PromptFL,), ({} if name is None else {"name": name}) | more)
+
+    registry.use(PromptFL)  # as it is
+    for name in ("promptfl", "mine"):
+        with pytest.raises(ValueError, match=f"there is a method '{name}' already: give yours another name"):
+            registry.use(made(name))
+    for kind, said in ((int, "set its `name`|is not a subclass"), (made("other", phases=None), "cannot be described")):
+        with pytest.raises(ValueError, match=said):
+            registry.use(kind)
+    assert set(registry) == {"promptfl", "mine"}
+    for kind in (made("own"), made("own")):
+        registry.use(kind)
+        registry.use(kind)
+        assert registry["own"] is kind, "a later class of a name replaces it"
+    assert registry.own() == ["promptfl"]
+    del registry["own"]
+    assert ("own" in registry, len(registry)) == (False, 2)
+    registry["own"] = made("own")
+    assert registry.own() == ["promptfl", "own"], "put here, and not given"
 
 
 def test_threads_asking_at_once_import_it_once_and_know_its_package(install: Install, registry: MethodRegistry) -> None:

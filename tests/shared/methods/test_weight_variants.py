@@ -19,6 +19,7 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead, head_start
 from promptfed.shared.methods.core.interface import check_admission
 from promptfed.shared.methods.core.objectives import Protection
+from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.fedavg import step
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
@@ -192,6 +193,28 @@ def test_perfedavg_looks_ahead_on_one_batch_and_steps_on_the_next(backbone: Back
     assert not adapted.equal(plain)
     features = pooled(backbone, state, context.train.pixels)[0]
     assert_values(plain, (features @ state["head_weight"].T + state["head_bias"]).detach())
+
+
+def test_perfedavg_tells_how_far_it_is_and_ends_where_it_is_told_or_has_diverged(backbone: Backbone) -> None:
+    """Six images one by one for two epochs are three pairs each; of five pairs of batches the last has no partner."""
+    told, method = list[float](), method_of("perfedavg")
+    state = state_of(method, backbone)
+    context = replace(task(backbone, batch_size=1, epochs=2), progress=told.append)
+    first = method.train(context, state, {})
+    assert told == pytest.approx([0, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6])
+    assert first.metrics["loss"] > 0
+    told.clear()
+    method.train(replace(task(backbone, batch_size=2), progress=told.append), state, {})
+    assert told == [0]
+    for stop in (0, 3):
+        told.clear()
+        with pytest.raises(TaskCancelled):
+            method.train(replace(context, cancelled=lambda stop=stop: len(told) >= stop), state, {})
+        assert len(told) == stop
+    method.train(task(backbone, batch_size=5), state, {})
+    broken = {name: tensor * math.nan for name, tensor in state.items()}
+    with pytest.raises(pf.MethodError, match="the loss is not finite in round 1: lower"):
+        method.train(context, broken, {})
 
 
 @pytest.mark.parametrize("name", PERSONAL)

@@ -20,7 +20,7 @@ from promptfed.shared.methods.core import generalization
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.generalization import Subset, adjusted, held_out
 from promptfed.shared.methods.core.heads import HEAD_RATE, head_start
-from promptfed.shared.methods.core.tower import TrainedTower
+from promptfed.shared.methods.core.tower import TrainedTower, tower_dims
 from promptfed.shared.methods.zero_shot import ZeroShot
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.sections import ServerOptimizerSpec
@@ -29,7 +29,7 @@ from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import tensors_of
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal_towers import kind_of, pooled
-from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone
+from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone, split_of
 
 RATE = 0.05
 
@@ -225,6 +225,24 @@ def test_a_tower_without_plain_weights_is_refused(backbone: Backbone) -> None:
     server = server_context(backbone, "a")
     with pytest.raises(pf.MethodError, match="has 3 blocks: lower it"):
         method_of(trainable="last_k", k=4).initial_state(server, initial_draws(3))
+    assert len(method_of(trainable="last_k", k=3).initial_state(server, initial_draws(3))["c_fc_weight"]) == 3
+    for lacking in ("d_v", "vision_layers", "mlp_width", "positions", "patch_size"):
+        shape = shape_of(backbone).model_copy(update={lacking: None})
+        said = "needs square patches" if lacking == "patch_size" else "is none of the plain kind"
+        with pytest.raises(pf.MethodError, match=said):
+            tower_dims("fedavg", "all", 1, replace(server, shape=shape))
+
+
+def test_a_shared_head_fits_what_the_tower_pools(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, text = method_of(head="linear"), method_of()
+    projected = method_of(head="linear", projected=True)
+    for method in (linear, text, projected):
+        method.check_texts(backbone, NAMES, "a {}.")
+    monkeypatch.setattr(type(backbone), "d_pooled", property(lambda self: self.d_v + 1))
+    for method in (text, projected):
+        method.check_texts(backbone, NAMES, "a {}.")
+    with pytest.raises(pf.MethodError, match=r"fedavg: .* pools \d+ numbers of the image tower's \d+: take projected"):
+        linear.check_texts(backbone, NAMES, "a {}.")
 
 
 def lora(**options: Any) -> pf.Method:
@@ -592,8 +610,27 @@ def test_ga_holds_a_tenth_back_which_is_never_trained_on() -> None:
     assert held_out(7, "a", 25)[0].equal(aside)
     assert not held_out(7, "b", 25)[0].equal(aside)
     assert len(held_out(7, "a", 3)[0]) == 1
+    assert [len(held_out(7, "a", count)[0]) for count in (2, 19, 20)] == [1, 1, 2]
     with pytest.raises(pf.MethodError, match="holds one of them back"):
         held_out(7, "a", 1)
+
+
+def test_a_subset_is_its_rows_of_all(backbone: Backbone) -> None:
+    split = split_of(backbone, 5)
+    some = Subset(split, torch.tensor([3, 1]))
+    assert (len(some), some.labels.tolist()) == (2, split.labels[[3, 1]].tolist())
+    assert some.features().equal(split.features()[[3, 1]])
+    assert some.raw_features().equal(split.raw_features()[[3, 1]])
+    assert some.images(torch.tensor([1])).equal(split.pixels[[1]])
+    assert some.patches(torch.tensor([0])).equal(split.patches(torch.tensor([3])))
+
+
+def test_ga_adds_a_newcomer_to_nobody_and_weighs_all_alike_where_nothing_is_left() -> None:
+    state = weights_state(0.0, 0.0)
+    after, shares = adjusted(state, {"a": 0.0, "b": 0.0}, roster("a", "b"), centred=True)
+    assert (after["ga_weights"].tolist(), shares) == ([0.5, 0.5], {"a": 0.5, "b": 0.5})
+    first = generalization.joined(weights_state(), pf.ClientInfo("a", "trainer", 5, ()), roster("a"))
+    assert first["ga_weights"].tolist() == [1.0]
 
 
 def test_ga_s_gap_is_the_received_state_s_loss_less_the_own_one_s(backbone: Backbone) -> None:

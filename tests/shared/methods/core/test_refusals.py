@@ -1,0 +1,201 @@
+"""Specs that no method can carry out: each refusal, and the nearest spec that is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from promptfed.shared.methods import METHODS, has_rate, make_method, method_for, resolve_spec
+from promptfed.shared.methods.core import costs, refusals
+from promptfed.shared.methods.core.interface import MethodError, ServerContext, TensorSpec
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
+
+SHAPE = BackboneShape(d_t=8, d_v=8, d_e=8, text_layers=1, vision_layers=1, context_length=64)
+FL = {"name": "promptfl", "m": 4}
+CENTRAL = {
+    "privacy": {"level": "client", "clip": 1.0, "noise_multiplier": 1.0, "accept_noise": True},
+    "participation": {"min_clients": 9}, "aggregation": {"weighting": "uniform"},
+}  # fmt: skip
+SAMPLE = {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}}
+SECURE = {"secure_aggregation": {"minimum": 4}, "participation": {"min_clients": 4}}
+INT8 = {"compression": {"up": "int8"}}
+POISSON = {"min_clients": 9, "sampling": "poisson", "fraction": 0.5}
+SELECT: dict[str, Any] = {"selection": {}}
+
+
+def privacy(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return base | {"privacy": base["privacy"] | changes}
+
+
+TABLE: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
+    # a mean
+    *[(FL, one, None) for one in (CENTRAL, SAMPLE, SECURE, INT8, SELECT)],
+    ({"name": "coop"}, INT8, "coop sends nothing up: there is nothing to compress"),
+    ({"name": "zero_shot"}, SECURE, "sends nothing up: there is nothing to sum"),
+    ({"name": "plan"}, CENTRAL, r"does not combine its updates by a mean in its phase 'prompts': no noise fits"),
+    ({"name": "pfedpg"}, SECURE, "by a mean in its phase 'train': they cannot be summed"),
+    ({"name": "fedapt"}, INT8 | {"class_names": ["a", "b"]},
+     "fedapt gives each client another payload, from which it trains: what is"),
+    # noise at the coordinator
+    (FL, privacy(CENTRAL, clip=None), "give clip, the longest that one client's change"),
+    (FL, privacy(CENTRAL, unit="group"), "unit: group is of level sample"),
+    (FL, privacy(CENTRAL, noise_multiplier=None), "give noise_multiplier, or epsilon, from which it follows"),
+    (FL, privacy(CENTRAL, evaluation="noisy"), "noisy counts are of level sample"),
+    (FL, CENTRAL | {"aggregation": {"weighting": "samples"}}, "take aggregation.weighting uniform"),
+    (FL, CENTRAL | {"aggregation": {"weighting": "uniform", "max_weight_share": 0.5}}, "max_weight_share"),
+    (FL, CENTRAL | {"aggregation": {"weighting": "uniform", "max_weight_share": 1.0}}, None),
+    (FL, CENTRAL | {"aggregation": {"rule": "median", "weighting": "uniform"}}, "take rule mean, no clip_norm"),
+    (FL, CENTRAL | {"aggregation": {"clip_norm": 1.0, "weighting": "uniform"}}, "take rule mean, no clip_norm"),
+    (FL, CENTRAL | SECURE, "noise at the coordinator needs each update"),
+    (FL, CENTRAL | {"participation": POISSON}, None),
+    ({"name": "fedlp"}, CENTRAL | {"participation": POISSON, "class_names": ["a", "b"]},
+     "asks the same clients in several phases of a round"),
+    (FL, {"participation": POISSON}, "sampling poisson is for privacy.level client"),
+    (FL, CENTRAL | {"participation": POISSON | {"draw": "public"}}, "leave participation.draw out"),
+    # noise at the clients
+    (FL, privacy(SAMPLE, clip=None), "give clip, the longest contribution"),
+    (FL, privacy(SAMPLE, noise_multiplier=None), "either noise_multiplier or epsilon"),
+    (FL, privacy(SAMPLE, epsilon=8.0), "either noise_multiplier or epsilon"),
+    (FL, privacy(SAMPLE, noise_multiplier=None, epsilon=8.0), None),
+    (FL, privacy(SAMPLE, evaluation="noisy"), None),
+    (FL, privacy(SAMPLE, evaluation="noisy", unit="group"), "noisy counts protect single test images"),
+    (FL, privacy(SAMPLE, evaluation="noisy") | {"task": "multi_label", "class_names": ["a", "b"]},
+     "and with task: multi_label the figure is no count"),
+    (FL, privacy(SAMPLE, per_group=2), "per_group is for unit: group"),
+    (FL, privacy(SAMPLE, per_group=2, unit="group"), None),
+    (FL, privacy(SAMPLE, evaluation_epsilon=0.5), "evaluation_epsilon is for evaluation: noisy"),
+    (FL, privacy(SAMPLE, accept_noise=True), "accept_noise is for level: client"),
+    (FL, {"privacy": {"clip": 1.0}}, "the level is none, and something else is asked for"),
+    (FL, {"privacy": {"evaluation": "withheld"}}, "the level is none"),
+    (FL, SECURE | {"privacy": {"evaluation": "withheld"}}, None),
+    (FL, SECURE | {"privacy": {"clip": 1.0}}, "the level is none"),
+    ({"name": "fedrep"}, SAMPLE, r"cannot be trained at level sample \("),
+    # sums
+    (FL, SECURE | INT8, "leave compression out"), (FL, SECURE | {"aggregation": {"rule": "median"}}, "take rule mean"),
+    (FL, SECURE | {"aggregation": {"clip_norm": 1.0}}, "clip_norm needs each update"),
+    (FL, SECURE | {"participation": {"min_clients": 3}}, "raise min_clients to 4"),
+    (FL, SECURE | {"participation": {"min_clients": refusals.MOST_CLIENTS}}, None),
+    (FL, SECURE | {"participation": {"min_clients": refusals.MOST_CLIENTS + 1}}, "lower participation.min_clients"),
+    # idle settings
+    (FL, {"training": {"optimizer": "adam", "momentum": 0.5}}, "the optimizer adam has none"),
+    (FL, {"training": {"views": 4}}, "images are seen as they are"),
+    (FL, {"training": {"views": 4, "augmentation": "crop_flip"}}, None),
+    ({"name": "plan"}, {"training": {"views": 4, "augmentation": "crop_flip"}}, "keeps no features"),
+    (FL, {"aggregation": {"weighting": "uniform", "max_weight_share": 0.5}}, "all weigh the same"),
+    (FL, {"aggregation": {"weighting": "samples", "max_weight_share": 0.5}}, None),
+    # rounds and their choice
+    (FL, {"rounds": 0}, "0 rounds evaluate an export"),
+    (FL, SELECT | {"retention": "last_round"}, "give retention all"),
+    *[(FL, SELECT | one, "leave selection, or privacy") for one in (CENTRAL, SAMPLE, SECURE)],
+    (FL, {"stop": {"patience": 2}} | SAMPLE, "leave selection and stop, or privacy"),
+    ({"name": "fast_pt"}, SELECT, "the state of fast_pt grows with its clients"),
+    *[(FL, {"task": "multi_label", "class_names": ["a", "b"]} | one, said) for one, said in (
+        ({"selection": {"metric": "macro_f1"}}, "macro_f1 is not evaluated"),
+        ({"selection": {"metric": "accuracy"}}, None),
+    )],
+    # rules
+    ({"name": "coop"}, {"aggregation": {"rule": "median"}}, "the rule median has nothing to work on"),
+    ({"name": "coop"}, {"aggregation": {"clip_norm": 1.0}}, "clip_norm has nothing to work on"),
+    ({"name": "plan"}, {"aggregation": {"server": {"optimizer": "adam", "learning_rate": 0.1}}},
+     "the server optimizer adam cannot take"),
+    (FL, {"aggregation": {"server": {"optimizer": "adam", "learning_rate": 0.1}}}, None),
+    (FL, {"aggregation": {"rule": "krum", "tolerate": 0.2}, "participation": {"min_clients": 4}},
+     "needs at least 5 updates, and a phase may close with 4"),
+    (FL, {"aggregation": {"rule": "krum", "tolerate": 0.2}, "participation": {"min_clients": 5}}, None),
+    (FL, {"aggregation": {"rule": "multi_krum", "tolerate": 0.4}, "participation": {"min_clients": 14}},
+     "at least 15 updates"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "spec", "said"), TABLE)
+def test_what_is_refused_and_what_beside_it_is_taken(method: Any, spec: dict[str, Any], said: str | None) -> None:
+    raw = {"name": "x", "method": method, "backbone": {"model": "promptfed-tiny"}} | spec
+    if said is None:
+        assert resolve_spec(raw).method["name"] == method["name"]
+    else:
+        with pytest.raises(SpecError, match=said):
+            resolve_spec(raw)
+
+
+def test_a_mean_is_of_the_same_real_numbers_of_everybody() -> None:
+    """No method of ours asks for others: one of a package may."""
+
+    class Whole(PromptFL):
+        def phases(self, round: int, rounds: int) -> Any:
+            [phase] = super().phases(round, rounds)
+            return (replace(phase, up=(TensorSpec("n", (2,), "int64"),)),)
+
+    class Each(PromptFL):
+        def expected_update(self, *given: Any) -> Any:
+            return super().expected_update(*given)
+
+    for kind, said in (
+        (Whole, "tensors that are no real numbers: so"),
+        (Each, "asks clients for different tensors: so"),
+    ):
+        with pytest.raises(MethodError, match=said):
+            refusals.check_one_mean(kind(PromptFL.Hyper()), 3, "sum", "so")
+
+
+@pytest.mark.parametrize(("names", "template", "m", "positions", "needs"), [
+    (None, None, 4, 7, None), (None, None, 4, 6, 7), (["a b c", "d_e_f g"], None, 1, 7, None),
+    (["a b c", "d_e_f g"], None, 1, 6, 7), (None, "a photo of a {}", 1, 7, None), (None, "a photo of a {}", 1, 6, 7),
+    (None, "a photo of a {}", 1, None, None),
+])  # fmt: skip
+def test_texts_fit_into_the_tower(
+    names: list[str] | None, template: str | None, m: int, positions: int | None, needs: int | None
+) -> None:
+    """A word is a token at least, and every text has a first and a last one."""
+    spec = resolve_spec({"name": "x", "method": FL | {"m": m}, "class_names": names, "template": template})
+    if needs is None:
+        refusals.check_texts(method_for(spec), spec, positions)
+        return
+    with pytest.raises(MethodError, match=f"needs at least {needs} tokens with the method's {m} vectors"):
+        refusals.check_texts(method_for(spec), spec, positions)
+    refusals.check_texts(make_method({"name": "fedrep"}), spec, positions)
+
+
+def sizes(spec: dict[str, Any], clients: int = 3, shape: BackboneShape = SHAPE) -> None:
+    resolved = resolve_spec({"name": "x", "method": FL | {"m": 40}} | spec)
+    context = ServerContext(resolved.training, shape, None, (), 0, resolved.rounds)
+    refusals.check_sizes(resolved, method_for(resolved), context, clients)
+
+
+def test_updates_fit_into_limits_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty vectors of eight numbers: 1,280 bytes."""
+    for most in (1280, costs.DEFAULT_LIMIT):
+        sizes({"admission": {"max_bytes": most}})
+    with pytest.raises(MethodError, match=r"has 1,280 bytes, and admission\.max_bytes allows 1,279: leave it out"):
+        sizes({"admission": {"max_bytes": 1279}})
+    with monkeypatch.context() as patch:
+        patch.setattr(costs, "LARGEST", 1280 + costs.HEADER)
+        sizes({})
+        patch.setattr(costs, "LARGEST", 1279 + costs.HEADER)
+        with pytest.raises(MethodError, match="would have 1,280 bytes"):
+            sizes({})
+    monkeypatch.setattr(refusals, "LARGE", 1280)
+    monkeypatch.setattr(refusals, "BYTES_PER_SECOND", 100)
+    sizes({"participation": {"deadline_seconds": 26}})
+    with pytest.raises(MethodError, match="1,280 bytes down and 1,280 up take 26 s at 1 MB/s"):
+        sizes({"participation": {"deadline_seconds": 25.5}})
+    monkeypatch.setattr(refusals, "LARGE", 1281)
+    sizes({"participation": {"deadline_seconds": 25.5}})
+    monkeypatch.setattr(refusals, "MOST_SORTED", 960)
+    sizes({"aggregation": {"rule": "median"}})
+    sizes({}, 4)
+    with pytest.raises(MethodError, match="4 updates of 320 are too many"):
+        sizes({"aggregation": {"rule": "median"}}, 4)
+
+
+def test_a_rate_is_used_unless_the_method_ignores_it() -> None:
+    def spec(name: str) -> FederationSpec:
+        return FederationSpec.model_construct(method={"name": name})
+
+    unused = [name for name in METHODS.own() if not has_rate(spec(name))]
+    assert unused == [name for name in METHODS.own() if "learning_rate" in METHODS[name].ignores]
+    assert "fedlp" in unused
+    assert "promptfl" not in unused
+    assert has_rate(spec("of-no-package")), "nobody can say"
