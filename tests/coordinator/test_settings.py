@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from promptfed.cli.main import app
 from promptfed.coordinator import server
 from promptfed.coordinator.__main__ import main
-from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.settings import DEFAULT_PORT, Settings
 from promptfed.coordinator.store import writable
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database
@@ -42,6 +43,49 @@ def test_another_address_needs_tls_or_a_word(host: str) -> None:
         Settings(host=host)
     assert Settings(host=host, allow_plain_http=True).host == host
     assert Settings(host=host, tls_cert=Path("c"), tls_key=Path("k")).host == host
+
+
+FILES: dict[str, Any] = {"operator_token_file": Path("t"), "signing_key_file": Path("k")}
+SEVERAL: dict[str, Any] = {"database_url": "postgresql://h/n", "store": "s3://b/p", **FILES}
+
+
+@pytest.mark.door
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"tls_cert": Path("c")}, "TLS needs both a certificate and its key"),
+        ({"tls_key": Path("k")}, "TLS needs both a certificate and its key"),
+        ({"tls_client_ca": Path("a")}, "--tls-client-ca asks for certificates, and only TLS brings them"),
+        ({"tls_client_ca": Path("a"), "tls_cert": Path("c"), "tls_key": Path("k")}, None),
+        ({"enrolment_token_file": Path("t")}, "--enrolment-token-file needs --bootstrap"),
+        ({"enrolment_token_file": Path("t"), "bootstrap": Path("b")}, None),
+        ({"bootstrap": Path("b")}, None),
+        ({"store": "s3://b"}, None),
+        ({"advertise_url": "https://c:1"} | SEVERAL, None),
+        ({"advertise_url": "https://c:1/"} | SEVERAL, None),
+        ({"advertise_url": "http://127.0.0.1:1"} | SEVERAL, None),
+        ({"advertise_url": "http://c:1"} | SEVERAL, "clients' secrets sent unencrypted"),
+        ({"advertise_url": "http://c:1", "allow_plain_http": True} | SEVERAL, None),
+        *(({"advertise_url": url} | SEVERAL, "must be an address") for url in ("c:1", "https://", "https://c/x", "ftp://c",
+                                                                             "https://c/?x", "")),
+        *(
+            ({"advertise_url": "https://c"} | SEVERAL | {name: None}, f"which share {what}: give them")
+            for name, what in (
+                ("database_url", "--database-url-file (PostgreSQL)"), ("store", "--store"),
+                ("operator_token_file", "--operator-token-file"), ("signing_key_file", "--signing-key-file"),
+            )
+        ),
+        ({"port": 0}, None), ({"port": 65_536}, "less than or equal to 65535"),
+        ({"port": "tcp://10.0.0.1:80"}, None),
+        ({"database_url": "postgresql://h/n", "database_url_file": Path("f")}, "give one of them"),
+    ],
+)  # fmt: skip
+def test_settings_fit_together(given: dict[str, Any], why: str | None) -> None:
+    if why is None:
+        assert Settings(**given).port in (0, DEFAULT_PORT)
+    else:
+        with pytest.raises(ValidationError, match=re.escape(why)):
+            Settings(**given)
 
 
 @pytest.mark.door

@@ -234,6 +234,7 @@ def test_a_database_that_comes_in_time_is_taken(postgres: PostgresServer, tmp_pa
         coming.join()
 
 
+@pytest.mark.door
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -255,6 +256,7 @@ def test_a_database_that_is_not_named_well_is_said_without_the_password(
     assert len(output.strip().splitlines()) == 1
 
 
+@pytest.mark.door
 def test_the_url_of_a_variable_or_a_file_is_never_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     url = "postgresql+psycopg://u:hidden@h/n"
     monkeypatch.setenv("PROMPTFED_COORDINATOR_DATABASE_URL", url)
@@ -266,6 +268,7 @@ def test_the_url_of_a_variable_or_a_file_is_never_shown(monkeypatch: pytest.Monk
     assert Settings().url() == url
 
 
+@pytest.mark.door
 @pytest.mark.parametrize("variable", ["URL", "URL_FILE"])
 def test_an_option_counts_before_the_variables(variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     served: list[str | None] = []

@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from sqlalchemy import select, text
+from sqlalchemy.exc import OperationalError
 
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.resources.federations import routes as federations
 from promptfed.coordinator.store import form, opening, turns
 from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway, InUse
+from promptfed.coordinator.store.bucket import ObjectStoreAway
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.form import migrate
 from promptfed.coordinator.store.postgres import PostgreSQL
@@ -222,3 +225,109 @@ def test_only_the_session_of_the_row_is_terminated(postgres: PostgresServer) -> 
     finally:
         one.close()
         two.close()
+
+
+class Beats:
+    """The end of a turn, which comes after so many of its beats."""
+
+    def __init__(self, count: int):
+        self.left, self.over = count, False
+
+    def wait(self, seconds: float) -> bool:
+        assert seconds in (turns.RENEW_SECONDS, turns.LOOK_SECONDS)
+        self.left -= 1
+        return self.over or self.left < 0
+
+    def set(self) -> None:
+        self.over = True
+
+    def is_set(self) -> bool:
+        return self.over
+
+
+@pytest.mark.parametrize(
+    ("ago", "answers", "renewal", "ends", "renewed", "said"),
+    [
+        (1.0, True, True, False, True, None),
+        (1.0, True, False, True, True, None),
+        (5.0, True, True, True, False, None),
+        (1.0, False, True, False, False, "the object store does not answer: another coordinator takes over"),
+        (1.0, True, DatabaseAway("x"), False, False, "the sign of life could not be written: DatabaseAway"),
+        (1.0, True, OperationalError("x", {}, Exception()), False, False,
+         "the sign of life could not be written: OperationalError"),
+    ],
+)  # fmt: skip
+def test_a_turn_is_kept_by_signs_of_life(
+    ago: float,
+    answers: bool,
+    renewal: bool | Exception,
+    ends: bool,
+    renewed: bool,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def renew() -> bool:
+        if isinstance(renewal, Exception):
+            raise renewal
+        return renewal
+
+    now = 1000.0
+    monkeypatch.setattr(turns, "boot_time", lambda: now)
+    database: Any = SimpleNamespace(away=None, backend=SimpleNamespace(renew=renew))
+    turn = Turn(database, lambda: answers)
+    beats: Any = Beats(3)
+    turn._ended, turn._renewed = beats, now - ago
+    turn._renew_all()
+    assert (beats.over, turn._renewed == now) == (ends, renewed)
+    assert caplog.messages == ([said] if said is not None else []), "said once"
+
+
+def test_a_turn_works_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(turns, "boot_time", lambda: now[0])
+    database: Any = SimpleNamespace(away=None)
+    turn = Turn(database)
+    assert not turn.works, "it was not taken yet"
+    turn._renewed = now[0]
+    for later, works in ((turns.TURN_SECONDS, True), (turns.TURN_SECONDS + 0.01, False)):
+        now[0] = 1000.0 + later
+        assert turn.works is works
+    now[0] = 1000.0
+    database.away = "gone"
+    assert not turn.works
+    database.away = None
+    turn.end()
+    assert not turn.works
+
+
+def test_an_object_store_that_is_silent_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, away = [1000.0], [True]
+    monkeypatch.setattr(turns, "boot_time", lambda: now[0])
+
+    def probe(writes: bool) -> None:
+        assert not writes
+        if away[0]:
+            raise ObjectStoreAway("it is away")
+
+    monkeypatch.setattr(turns.threading.Thread, "start", lambda thread: None)
+    bucket: Any = SimpleNamespace(probe=probe)
+    watch = turns.ObjectsWatch(bucket)
+    assert (watch.answers(), caplog.messages) == (False, []), "it has never answered"
+    away[0] = False
+    watch._look()
+    assert watch.answers()
+    away[0] = True
+    for later, answers in ((turns.AWAY_SECONDS - 0.01, True), (turns.AWAY_SECONDS, False)):
+        now[0] = 1000.0 + later
+        assert watch.answers() is answers
+        watch._look()
+        assert caplog.messages == ["it is away"]
+    beats: Any = Beats(2)
+    watch._ended, away[0] = beats, False
+    watch._look_all()
+    assert (watch.answers(), beats.left) == (True, -1)
+    watch.end()
+    assert beats.over
