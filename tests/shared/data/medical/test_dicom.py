@@ -19,7 +19,7 @@ from pydicom.sequence import Sequence
 from promptfed.shared.data.errors import Unreadable
 from promptfed.shared.data.medical import dicom
 from promptfed.shared.data.medical.dicom import pixels, windowed
-from promptfed.shared.data.medical.phantoms import dataset, scan
+from promptfed.shared.data.medical.phantoms import CLASSES, dataset, scan, write_patients
 
 DRAWS = np.random.default_rng(5)
 
@@ -398,3 +398,62 @@ def test_a_file_without_an_image_has_no_facts(tmp_path: Path) -> None:
     bare.write_bytes(b"no DICOM at all" * 40)
     with pytest.raises(Unreadable, match="it is not a DICOM file"):
         dicom.facts(bare)
+
+
+# Drawn scans: the means of 4 x 4 squares, from the stored 0 of -1024. The things lie in the middle.
+BODY = [39, 462, 487, 51, 422, 1027, 1025, 487, 443, 1021, 1026, 505, 49, 527, 547, 64]
+THINGS = {
+    "clear": {},
+    "nodule": {6: 1065, 10: 1123},
+    "line": {2: 696, 3: 98, 6: 1157, 10: 1158, 13: 671, 14: 605},
+    "stripes": {4: 667, 5: 1140, 6: 1138, 7: 716, 8: 878, 9: 1218, 10: 1223, 11: 912},
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_drawn_scan_stays_the_same(kind: str) -> None:
+    values = scan(kind, np.random.default_rng(3)).astype(float)
+    squares = [THINGS[kind].get(place, level) for place, level in enumerate(BODY)]
+    assert values.reshape(4, 16, 4, 16).mean((1, 3)).reshape(-1).tolist() == pytest.approx(squares, abs=1)
+    assert (values[:4, :4].min(), values[28:36, 28:36].std() > 20) == (0, True)
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_drawn_patients_have_a_series_each(tmp_path: Path, seed: int) -> None:
+    root = write_patients(tmp_path / "a" / "b", 2, 3, seed, "Q", 16)
+    files = sorted(root.rglob("*.dcm"))
+    assert [str(path.relative_to(root)) for path in files] == [f"Q000{k}/000{n}.dcm" for k in (0, 1) for n in (1, 2, 3)]
+    data = [pydicom.dcmread(path) for path in files]
+    assert [one.InstanceNumber for one in data] == [1, 2, 3] * 2
+    assert [one.PatientID for one in data] == ["Q0000"] * 3 + ["Q0001"] * 3
+    assert {one.PhotometricInterpretation for one in data} == {"MONOCHROME1" if seed % 2 else "MONOCHROME2"}
+    assert len({one.SeriesInstanceUID for one in data}) == len({one.StudyInstanceUID for one in data}) == 2
+    facts = (
+        "Rows",
+        "BitsAllocated",
+        "BitsStored",
+        "HighBit",
+        "PixelRepresentation",
+        "RescaleSlope",
+        "RescaleIntercept",
+    )
+    assert {tuple(one[name].value for name in facts) for one in data} == {(16, 16, 12, 11, 0, 1, -1024)}
+    assert {(one.WindowCenter, one.WindowWidth) for one in data} == {(40, 1600)}
+    with (root / "labels.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert [row["SOPInstanceUID"] for row in rows] == [one.SOPInstanceUID for one in data]
+    assert write_patients(tmp_path / "a" / "b", 1, 1, seed, "Q", 16) == root
+
+
+@pytest.mark.parametrize(
+    ("shape", "frames", "samples", "sides", "kind"),
+    [((2, 5), None, 1, (2, 5), "MONOCHROME2"), ((4, 2, 5), 4, 1, (2, 5), "MONOCHROME2"),
+     ((2, 5, 3), None, 3, (2, 5), "RGB"), ((2, 3, 4), 2, 1, (3, 4), "MONOCHROME2")],
+)  # fmt: skip
+def test_a_drawn_header_is_of_its_pixels(shape: Any, frames: Any, samples: int, sides: Any, kind: str) -> None:
+    data = dataset(np.zeros(shape, dtype=np.uint8), "p", 4, "1.2", "3.4")
+    assert (data.get("NumberOfFrames"), data.SamplesPerPixel, (data.Rows, data.Columns)) == (frames, samples, sides)
+    assert (data.PhotometricInterpretation, data.get("PlanarConfiguration")) == (kind, 0 if samples == 3 else None)
+    assert (data.BitsAllocated, data.BitsStored, data.HighBit, data.PixelRepresentation) == (8, 8, 7, 0)
+    assert (data.SeriesInstanceUID, data.StudyInstanceUID, data.InstanceNumber) == ("1.2", "3.4", 4)
+    assert dataset(np.zeros(shape, dtype=np.uint16), "p").BitsStored == 12

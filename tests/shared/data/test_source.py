@@ -1,0 +1,227 @@
+"""A split's images and their scale, words for a domain, and who reads images apart."""
+
+from __future__ import annotations
+
+import io
+import os
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from promptfed.shared import data
+from promptfed.shared.data import DataError, readers
+from promptfed.shared.data.pixels import GREY
+from promptfed.shared.data.readers import Answer, Readers, Request
+from promptfed.shared.data.registry import check_filled
+from promptfed.shared.data.source import Source, Split, in_words, joined, one_scale, refuse_special_files
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, False), (3, False), (4, True), (6, True)])
+def test_special_files_of_a_folder_are_named(tmp_path: Path, count: int, more: bool) -> None:
+    refuse_special_files(tmp_path / "none", "x:")
+    (tmp_path / "file").touch()
+    refuse_special_files(tmp_path, "x:")
+    for number in range(count):
+        os.mkfifo(tmp_path / f"{number}")
+    with pytest.raises(DataError) as caught:
+        refuse_special_files(tmp_path, "x:")
+    names = ", ".join(str(tmp_path / f"{number}") for number in range(min(count, 3)))
+    assert f"x:: {names}{f' and {count - 3} more' if more else ''}: a pipe" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("a  sketch of\na {}", "a sketch of a {}"), ("ink", "a {}, ink"), (" ", None), ("{} and {}", None)],
+)
+def test_words_for_a_domain_have_one_place(text: str, words: str | None) -> None:
+    if words is None:
+        with pytest.raises(DataError, match="must"):
+            in_words(text)
+    else:
+        assert in_words(text) == words
+
+
+def split(*shades: int, groups: str | None = None, scale: Any = None, **options: Any) -> Split:
+    def read(row: int) -> Image.Image:
+        image = Image.new("RGB", (2, 2), (shades[row],) * 3)
+        image.info = {} if scale is None else {GREY: scale}
+        return image
+
+    return Split(torch.zeros(len(shades)), read, None if groups is None else list(groups), **options)
+
+
+def test_an_image_of_another_scale_or_content_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 groups for 1 labels"):
+        split(1, groups="ab")
+    one = split(1, scale=(0, 4095))
+    with pytest.raises(DataError, match=r"image 0 is a grey picture that is read as 12 bits, .* as in grey=12"):
+        one.image(0)
+    one.grey = (0, 4095)
+    assert one.image(0).size == (2, 2)
+    assert (one.scales([0]), one.scale(0), one.path(0)) == ([(0, 4095)], (0, 4095), None)
+    changed = split(1, digest=lambda row: "other", path=lambda row: Path("/a/b.png"))
+    with pytest.raises(DataError, match=r"^/a/b\.png is not what it was when the data were opened"):
+        changed.image(0)
+    assert changed.digest(0) == "other"
+
+
+def test_parts_are_joined_with_their_groups_and_digests() -> None:
+    first, second = split(1, 2, groups="ab"), split(3, groups="c")
+    whole = joined(first.select(torch.tensor([1, 0])), second)
+    assert [whole.image(row).getpixel((0, 0))[0] for row in range(3)] == [2, 1, 3]
+    assert [whole.digest(row) for row in range(3)] == [first.digest(1), first.digest(0), second.digest(0)]
+    assert whole.groups == ("b", "a", "c")
+    assert joined(first, split(3)).groups is None
+
+
+@pytest.mark.parametrize(
+    ("scales", "given", "found"),
+    [
+        ([None, (0, 255), (0, 255)], None, (0, 255)),
+        ([None], None, None),
+        ([None], (12.0,), "grey= is for grey pictures of more than 8 bits, and there is none"),
+        ([(0, 4095)], (12.0,), (0, 4095)),
+        ([(0, 65535)], (16.0,), (0, 65535)),
+        ([(0, 65535)], (17.0,), "grey=17 is no number of bits of whole numbers, which is 1 to 16"),
+        ([(0, 1.5)], (1.5,), (0, 1.5)),
+        ([(-1, 3)], (-1.0, 3.0), (-1, 3)),
+        ([(0, 1)] * 2 + [(0, 2)], None, "2 files as 0 to 1, 1 as 0 to 2; say it"),
+        ([(0, n) for n in range(2, 7)], None, "1 as 2 bits, 1 as 0 to 4, 1 as 0 to 5, 1 as 0 to 6; say it"),
+        ([(0, n) for n in range(2, 8)], None, "1 as 0 to 6, and 1 further scale; say it"),
+    ],
+)  # fmt: skip
+def test_grey_pictures_have_one_scale(scales: list[Any], given: Any, found: Any) -> None:
+    if isinstance(found, str):
+        with pytest.raises(DataError) as caught:
+            one_scale(scales, "x:", given)
+        assert found in str(caught.value)
+    else:
+        assert one_scale(scales, "x:", given) == found
+
+
+def test_a_part_without_an_image_is_refused() -> None:
+    for train, test, role, lacking in ((1, 0, "trainer", "test"), (0, 1, "trainer", "train"), (0, 1, "evaluator", "")):
+        source = Source("x:", ("a",), None, "{}", split(*[1] * train), split(*[1] * test))
+        if lacking:
+            with pytest.raises(DataError, match=f"x:: no image is left in {lacking}"):
+                check_filled(source, role)
+        else:
+            check_filled(source, role)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        data.nothing  # noqa: B018
+
+
+# Children that read files
+
+
+class Process:
+    """As of a child: what it is sent, and what it answers."""
+
+    def __init__(self, answers: bytes, ended: bool = False) -> None:
+        self.stdin, self.stdout = io.BytesIO(), io.BufferedReader(io.BytesIO(answers))
+        self.ended, self.killed = ended, 0
+
+    def poll(self) -> int | None:
+        return 1 if self.ended else None
+
+    def kill(self) -> None:
+        self.killed += 1
+
+    def wait(self) -> None:
+        """It has ended."""
+
+
+FACTS, WHOLE = b'{"facts": {"frames": 2}}\n', b'{"mode": "L", "size": [2, 1], "bytes": 2}\nab'
+LOST = "reading it ended the process that reads; it needs too much memory, or is damaged"
+
+
+@pytest.mark.parametrize(
+    ("answers", "into", "error", "started"),
+    [
+        ([FACTS], None, None, 1),
+        ([WHOLE], None, None, 1),
+        ([b"", WHOLE], None, None, 2),
+        ([WHOLE[:-1], WHOLE], None, None, 2),
+        ([b"", b""], None, LOST, 2),
+        ([b'{"error": "its words"}\n'], None, "its words", 1),
+        ([b'{"bytes": 3}\nabc'], 3, None, 1),
+        ([b'{"bytes": 3}\nabc'], 4, "3 bytes of pixels came where 4 were asked for", 1),
+        ([b'{"error": "its words"}\n'], 4, "its words", 1),
+    ],
+)
+def test_a_child_that_ends_is_asked_once_more(
+    monkeypatch: pytest.MonkeyPatch, answers: list[bytes], into: int | None, error: str | None, started: int
+) -> None:
+    processes = [Process(answer) for answer in answers]
+    begun: list[Process] = []
+
+    def start(command: Any, **options: Any) -> Process:
+        begun.append(processes[len(begun)])
+        return begun[-1]
+
+    monkeypatch.setattr(readers.subprocess, "Popen", start)
+    child, place = readers._Child(), None if into is None else memoryview(bytearray(into))
+    found = child.read(Request("facts", "x", 3, {"a": 1}), place)
+    assert (found.error, len(begun)) == (error, started)
+    assert processes[0].killed == (started == 2)
+    if place is not None and error is None:
+        assert bytes(place) == b"abc"
+    if error is None and into is None:
+        assert found.facts == {"frames": 2} or found.image.tobytes() == b"aaabbb"
+    kept = child._process
+    if kept is not None:
+        assert child._running() is kept
+        kept.ended = True
+        with pytest.raises(IndexError):
+            child._running()
+    child.close()
+    assert child._process is None
+
+
+def test_a_child_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Process(b"")
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, seconds: float, give_up: Any) -> None:
+            assert seconds == readers.SECONDS
+            self.give_up = give_up
+
+        def start(self) -> None:
+            assert self.daemon
+            self.give_up()
+
+        def cancel(self) -> None:
+            """It is over."""
+
+    monkeypatch.setattr(readers.threading, "Timer", Timer)
+    monkeypatch.setattr(readers.subprocess, "Popen", lambda command, **options: slow)
+    assert readers._Child().read(Request("facts"), None).error == "reading it takes more than 60 s"
+    assert slow.killed >= 1
+
+
+def test_few_files_are_read_ahead_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way, most, pool = [0], [0], Readers(2)
+
+    class Later(Future[Answer]):
+        def result(self, timeout: float | None = None) -> Answer:
+            under_way[0] -= 1
+            return super().result(timeout)
+
+    def submit(request: Request, into: Any = None) -> Later:
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        given = Later()
+        given.set_result(Answer(request.path))
+        return given
+
+    monkeypatch.setattr(pool, "submit", submit)
+    answers = pool.each(Request("facts", str(number)) for number in range(20))
+    assert [answer.error for answer in answers] == [str(number) for number in range(20)]
+    assert (most[0], under_way[0]) == (2 * readers.AHEAD, 0)
+    pool.close()
