@@ -22,6 +22,7 @@ from tests.support.open_phases import answer_all, completed, enrolled, launched,
 from tests.support.waiting import wait_for
 
 
+@pytest.mark.door
 @pytest.mark.both_databases
 def test_a_federation_from_create_to_prompts(coordinator: InThread) -> None:
     created = coordinator.http.post("/v1/federations", json=spec(), headers=coordinator.operator)
@@ -48,6 +49,7 @@ def test_a_federation_from_create_to_prompts(coordinator: InThread) -> None:
     assert response.headers["etag"] == f'"{state_hash(state)}"'
 
 
+@pytest.mark.door
 @pytest.mark.both_databases
 def test_weights_come_from_the_enrolled_numbers_of_samples(coordinator: InThread) -> None:
     federation = coordinator.create(rounds=1, aggregation={"max_weight_share": 0.6})
@@ -94,6 +96,7 @@ def test_what_no_site_could_join_is_refused_at_the_check(
         assert given is taken or [one["path"] for one in answer["errors"]] == [path]
 
 
+@pytest.mark.door
 @pytest.mark.both_databases
 def test_federations_are_found_by_id_or_name_and_listed_in_pages(coordinator: InThread) -> None:
     ids = [coordinator.create(name=f"f{number}") for number in range(5)]

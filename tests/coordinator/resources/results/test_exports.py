@@ -191,6 +191,7 @@ def test_a_card_is_signed_if_it_says_what_the_coordinator_knows(coordinator: InT
     assert [exports._short("x" * number)[-2:] for number in (198, 199)] == ["x'", ".."]
 
 
+@pytest.mark.door
 def test_reports_have_the_intervals_of_clients_and_means(coordinator: InThread) -> None:
     for task, there in (("single_label", True), ("multi_label", False)):
         federation, _ = completed(coordinator, "a", "b", name=task, rounds=1, task=task, class_names=CLASSES)

@@ -49,6 +49,7 @@ def federation(coordinator: InThread) -> str:
     return id
 
 
+@pytest.mark.door
 @pytest.mark.both_databases
 def test_rounds_and_metrics_are_what_the_rows_say(coordinator: InThread) -> None:
     id = coordinator.create()
@@ -81,6 +82,7 @@ def test_pages_of_rounds_follow_each_other(coordinator: InThread, federation: st
     assert coordinator.get(f"{federation}/rounds?after=3") == {"rounds": [], "next": None}
 
 
+@pytest.mark.door
 def test_a_page_ends_before_it_is_long(coordinator: InThread, federation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "MOST_TASKS", 4 * MANY)  # each client trains and evaluates
     first = coordinator.get(f"{federation}/rounds")

@@ -71,6 +71,7 @@ def play(coordinator: InThread, federation: str, clients: list[ScriptedClient], 
         time.sleep(0.005)
 
 
+@pytest.mark.door
 @pytest.mark.both_databases
 def test_a_whole_run_comes_to_the_same_hashes(coordinator: InThread) -> None:
     federation = finished(coordinator, "two_phase")
@@ -88,6 +89,7 @@ def test_a_whole_run_comes_to_the_same_hashes(coordinator: InThread) -> None:
     assert origins == ["initial", *once, *once, "join", *once]
 
 
+@pytest.mark.door
 def test_a_supplied_state_and_robust_rules_are_computed_again_too(coordinator: InThread) -> None:
     krum = {"rule": "multi_krum", "clip_norm": "median"}
     federation = coordinator.create(rounds=2, participation={"min_clients": 5}, aggregation=krum)
@@ -129,6 +131,7 @@ def over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InThread, s
         yield coordinator, five, sent
 
 
+@pytest.mark.door
 def test_rounds_under_way_and_rounds_not_kept_are_refused(coordinator: InThread) -> None:
     federation, clients = enrolled(coordinator, "a", "b", rounds=3, retention="last_round")
     assert again(coordinator, federation, 0, status=404)["type"].endswith("/no-state")
@@ -155,6 +158,7 @@ def eventually(ask: Callable[[], httpx.Response], status: int) -> httpx.Response
     return answer
 
 
+@pytest.mark.door
 def test_what_was_changed_afterwards_shows(over: tuple[InThread, str, Tensors]) -> None:
     coordinator, federation, _ = over
     assert [one["same"] for one in again(coordinator, federation, 1)["states"]] == [True]
@@ -233,6 +237,7 @@ def asking(coordinator: InThread, path: str) -> Iterator[list[Any]]:
     assert not thread.is_alive()
 
 
+@pytest.mark.door
 def test_a_state_that_is_not_what_was_recorded_shows_although_what_follows_from_it_is(coordinator: InThread) -> None:
     federation = coordinator.create(rounds=2)
     drive(started(coordinator, federation, "a", "b"))

@@ -1,0 +1,168 @@
+"""What reports of rounds make of rows: verdicts, means, attempts, and the lines of the CSV."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from promptfed.coordinator.engine.readable import Reading
+from promptfed.coordinator.resources.results import evaluations, numbers, phases
+from promptfed.shared.api.report_schemas import ClientEvaluation
+from promptfed.shared.messages import SplitResult
+
+AT = datetime(2026, 1, 1, tzinfo=UTC).isoformat()
+
+
+@pytest.mark.parametrize(
+    ("counted", "status", "closed", "state", "judged", "verdict"),
+    [
+        (True, "answered", AT, "running", None, "counted"),
+        (True, "answered", AT, "running", {"verdict": "clipped", "influence": 0.5, "distance": 2.0}, "clipped"),
+        (False, "discarded", None, "running", None, "discarded"),
+        (False, "answered", None, "running", None, "pending"),
+        (False, "answered", None, "cancelled", None, "unused"),
+        (False, "answered", AT, "running", None, "unused"),
+    ],
+)
+def test_an_update_has_one_verdict(
+    counted: bool, status: str, closed: str | None, state: str, judged: dict[str, Any] | None, verdict: str
+) -> None:
+    task = SimpleNamespace(client="a", id="t", status=status, counted=counted, weight=0.25)
+    sent = SimpleNamespace(
+        judged=judged, sha256="s", bytes=9, norm=1.5, received_at=AT, metrics={"loss": 1}, spent=None
+    )
+    federation: Any = SimpleNamespace(run=SimpleNamespace(state=state))
+    report = phases._update_report(federation, SimpleNamespace(closed_at=closed), task, sent, 0.5)
+    told = (report.verdict, report.influence, report.distance, report.change, report.privacy)
+    assert told == (verdict, *((0.5, 2.0) if judged else (None, None)), 0.5, None)
+
+
+@pytest.mark.parametrize(
+    ("parts", "mean"),
+    [
+        ([], {}),
+        ([(0.0, {"loss": 1.0})], {}),
+        ([(1.0, {"loss": 1.0}), (3.0, {"loss": 2.0, "other": 5.0})], {"loss": 1.75}),
+        ([(0.5, {"loss": 1.0}), (0.0, {"loss": 9.0})], {"loss": 1.0}),
+        ([(1.0, {}), (1.0, {"loss": 2.0})], {}),
+    ],
+)
+def test_metrics_are_weighed_where_all_have_sent_them(parts: list[Any], mean: dict[str, float]) -> None:
+    assert phases._mean_metrics(parts) == mean
+
+
+def task(client: str, status: str, sha256: str | None = "p", failure: Any = None, down: int = 1) -> Any:
+    return SimpleNamespace(client=client, status=status, payload_sha256=sha256, failure=failure, bytes_down=down)
+
+
+def test_a_stage_names_who_answered_failed_and_went() -> None:
+    stage = SimpleNamespace(opened_at=AT, deadline=AT, closed_at=AT, completed_at="2026-01-01T00:00:02+00:00")
+    failure = {"type": "error", "detail": "x"}
+    tasks = [
+        task("d", "answered", down=10), task("c", "discarded"), task("b", "expired"), task("a", "withdrawn"),
+        task("e", "failed", failure=failure), task("f", "failed", failure={"type": 1}), task("a", "open", None),
+    ]  # fmt: skip
+    reading = Reading()
+    told = phases.stage_report(stage, tasks, reading)
+    names = {key: told[key] for key in ("asked", "answered", "expired", "withdrawn", "bytes_down", "seconds")}
+    assert names == {
+        "asked": list("abcdef"), "answered": ["c", "d"], "expired": ["b"], "withdrawn": ["a", "c"], "bytes_down": 16,
+        "seconds": 2.0,
+    }  # fmt: skip
+    assert [one.client for one in told["failed"]] == ["e"]
+    assert len(reading.unreadable) == 1
+    assert told["payload_sha256"] == "p", "all that had one had the same"
+    for others in ([task("a", "open", "q")], [task("a", "open", None)]):
+        several = [*tasks, *others] if others[0].payload_sha256 else others
+        assert phases.stage_report(stage, several, reading)["payload_sha256"] is None
+
+
+def test_an_attempt_begins_with_its_keys() -> None:
+    indices = {0: None, 1: 0, 2: 1, 3: 2, 4: 0, 5: 1}
+    stages = [SimpleNamespace(round=1, step=step) for step in indices]
+
+    def plan(round: int, step: int) -> Any:
+        index = indices[step]
+        return SimpleNamespace(secure=None if index is None else SimpleNamespace(index=index))
+
+    federation: Any = SimpleNamespace(rules=SimpleNamespace(plan=plan))
+    assert phases.attempts(federation, stages) == [stages[1:4], stages[4:]]
+
+
+def result(accuracy: float, number: int = 10, **figures: float) -> SplitResult:
+    return SplitResult.model_validate({"accuracy": accuracy, "num_samples": number, **figures})
+
+
+def evaluated(role: str, splits: dict[str, SplitResult], zero_shot: dict[str, SplitResult]) -> ClientEvaluation:
+    return ClientEvaluation.model_validate(
+        {"role": role, "domain": None, "splits": splits, "zero_shot": zero_shot, "metrics": {}, "received_at": AT}
+    )
+
+
+def test_means_are_by_role_and_split_over_who_has_it() -> None:
+    clients = {
+        "a": evaluated("trainer", {"test": result(0.5, 10, ece=0.2), "val": result(0.25)}, {"test": result(0.25)}),
+        "b": evaluated("trainer", {"test": result(1.0, 30)}, {}),
+        "c": evaluated("evaluator", {"val": result(0.75)}, {}),
+    }
+    told = evaluations._with_means(clients, "single_label")
+    assert told["by_split"] == {
+        "evaluator": {"val": {"accuracy": 0.75}},
+        "trainer": {"test": {"accuracy": 0.75, "zero_shot": 0.25, "ece": 0.2}, "val": {"accuracy": 0.25}},
+    }
+    assert told["mean"] == {"trainer": {"accuracy": 0.75, "zero_shot": 0.25, "ece": 0.2}}
+    assert {role: sorted(bounds) for role, bounds in told["bounds"].items()} == {
+        "evaluator": ["val"],
+        "trainer": ["test", "val"],
+    }
+    assert sorted(told["clients"]["b"].bounds) == ["test"]
+
+
+def test_noisy_counts_cost_their_number_times_each() -> None:
+    assert evaluations._spent_counts(None) is None
+    event = {"mechanism": "laplace", "q": 1.0, "z": 0.25, "count": 3}
+    spent = {"events": [event], "epsilon": 9.0, "delta": 1e-5, "noise": "secret"}
+    told = {
+        "epsilon": 0.75,
+        "count_epsilon": 0.25,
+        "counts": 3,
+        "ledger_epsilon": 9.0,
+        "delta": 1e-5,
+        "noise": "secret",
+    }
+    assert evaluations._spent_counts(spent) == told
+
+
+def test_every_number_of_a_round_is_a_line() -> None:
+    update = SimpleNamespace(
+        client="=a", metrics={"loss": 1.5}, norm=2.0, bytes=3, weight=0.5, influence=None, distance=4.0
+    )
+    phase = SimpleNamespace(
+        phase="train",
+        metrics={"loss": 1.25},
+        measured=SimpleNamespace(phase={"gamma": 0.5}, clients={"b": {"share": 0.75}}),
+        asked=["a", "b"],
+        answered=["a"],
+        counted=[],
+        bytes_up=7,
+        bytes_down=8,
+        seconds=None,
+        updates=[update],
+    )
+    client = evaluated("trainer", {"test": result(0.5, ece=0.25)}, {"test": result(0.125)})
+    client.metrics = {"tau": 9.0}
+    evaluation = SimpleNamespace(clients={"a": client}, mean={"trainer": {"accuracy": 0.5}})
+    report: Any = SimpleNamespace(round=3, phases=[phase], evaluation=evaluation)
+    lines = numbers._csv(numbers._numbers(report)).decode().splitlines()
+    assert lines == [
+        "3,train,,,loss,1.25", "3,train,,,gamma,0.5", "3,train,,,asked,2.0", "3,train,,,answered,1.0",
+        "3,train,,,counted,0.0", "3,train,,,bytes_up,7.0", "3,train,,,bytes_down,8.0", "3,train,'=a,,loss,1.5",
+        "3,train,'=a,,norm,2.0", "3,train,'=a,,bytes,3.0", "3,train,'=a,,weight,0.5", "3,train,'=a,,distance,4.0",
+        "3,train,b,,share,0.75", "3,evaluation,a,test,accuracy,0.5", "3,evaluation,a,test,zero_shot,0.125",
+        "3,evaluation,a,test,ece,0.25", "3,evaluation,a,,tau,9.0", "3,evaluation,,,trainer_accuracy,0.5",
+    ]  # fmt: skip
+    phase.seconds, report.evaluation = 1.5, None
+    assert "3,train,,,seconds,1.5" in numbers._csv(numbers._numbers(report)).decode().splitlines()
