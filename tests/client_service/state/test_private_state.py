@@ -27,8 +27,15 @@ from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.settings import Settings
-from promptfed.client_service.state import site_log
-from promptfed.client_service.state.private_state import Pending, PrivateState, Serving, TensorOrigin
+from promptfed.client_service.state import private_state, site_log
+from promptfed.client_service.state.private_state import (
+    Pending,
+    PrivateState,
+    Serving,
+    TensorOrigin,
+    keep_round,
+    select_round,
+)
 from promptfed.client_service.state.site_log import FILE, HEAD, ChangedLog, SiteLog, chained, read, verify
 from promptfed.shared.messages import TaskConfig
 from promptfed.shared.plain_text import plain
@@ -138,17 +145,18 @@ def test_a_kill_while_writing_an_update_leaves_it_whole_or_absent(tmp_path: Path
     assert set(seen) == {None, b"third"}
 
 
-def test_a_kill_while_keeping_a_payload_leaves_one_that_can_be_served(tmp_path: Path) -> None:
-    config = TaskConfig.model_validate({
-        "method": {"name": "promptfl"}, "training": {}, "backbone": {}, "class_names": None, "template": "{}",
-        "rounds": 2, "seed": 0, "peers": [],
-    })  # fmt: skip
+CONFIG = TaskConfig.model_validate({
+    "method": {"name": "promptfl"}, "training": {}, "backbone": {}, "class_names": None, "template": "{}",
+    "rounds": 2, "seed": 0, "peers": [],
+})  # fmt: skip
 
+
+def test_a_kill_while_keeping_a_payload_leaves_one_that_can_be_served(tmp_path: Path) -> None:
     def change(state: PrivateState) -> None:
-        state.save_serving(Serving(2, "train", config, b"new payload"))
+        state.save_serving(Serving(2, "train", CONFIG, b"new payload"))
 
     state = PrivateState(tmp_path / "x")
-    state.save_serving(Serving(1, "train", config, b"old payload"))
+    state.save_serving(Serving(1, "train", CONFIG, b"old payload"))
     state.close()
     found = set()
     for step in range(1, 30):
@@ -533,3 +541,71 @@ def test_an_hour_of_questions_is_one_line(tmp_path: Path) -> None:
     told = read(tmp_path)
     assert len(told) <= 2  # the hour may end meanwhile
     assert told[0]["asked"] == {"task": 1}
+
+
+def test_a_folder_is_bound_to_one_federation(tmp_path: Path) -> None:
+    state = PrivateState(tmp_path)
+    identity = state.identity("a", "trainer")
+    bound = state.bind(identity, "fed-1")
+    assert (bound.federation_id, bound.client_id) == ("fed-1", None)
+    bound = state.bind(bound, "fed-1", "c-1")
+    assert state.bind(bound, "fed-1").client_id == "c-1", "it stays"
+    state.close()
+    state = PrivateState(tmp_path)
+    assert state.identity("a", "trainer") == bound
+    with pytest.raises(ClientError, match="belongs to federation fed-1, not to fed-2: give another --state-dir") as end:
+        state.bind(bound, "fed-2")
+    assert end.value.exit is Exit.STATE
+
+
+def test_notes_that_cannot_be_read_are_damaged(tmp_path: Path) -> None:
+    state = PrivateState(tmp_path)
+    assert (state.read_note("a"), state.read_file("a"), state.serving()) == (None, None, None)
+    (tmp_path / "a").write_bytes(b"\xff")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "serving.json").write_text('{"round": 1}')
+    for reading in (lambda: state.read_note("a"), lambda: state.read_file("b"), state.serving):
+        with pytest.raises(ClientError, match="is damaged: "):
+            reading()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_payload_on_the_disk_is_served_under_a_second_name(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise OSError("no hard links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(private_state, "LARGE", 7)
+    state, payload = PrivateState(tmp_path / "state"), tmp_path / "payload"
+    for round, content in ((1, b"seven b"), (2, b"sixsix"), (2, b"sixsix")):
+        payload.unlink(missing_ok=True)
+        payload.write_bytes(content)
+        state.save_serving(Serving(round, "evaluate", CONFIG, payload))
+        kept = state.serving()
+        assert kept is not None
+        assert (kept.round, kept.phase, kept.config) == (round, "evaluate", CONFIG)
+        read = kept.payload.read_bytes() if isinstance(kept.payload, Path) else kept.payload
+        assert (read, isinstance(kept.payload, Path)) == (content, len(content) >= 7)
+        [file] = (tmp_path / "state").glob("serving-*.safetensors")
+        assert file.samefile(payload) is links
+        assert file.name == f"serving-{hashlib.sha256(content).hexdigest()}.safetensors"
+
+
+def test_the_private_tensors_of_a_chosen_round_come_back(tmp_path: Path) -> None:
+    state = PrivateState(tmp_path)
+
+    def own() -> list[float]:
+        return [tensor.item() for tensor in state.committed()[0].values()]
+
+    keep_round(state, 0)
+    for round in (1, 3):
+        state.commit_prepared({"own": torch.tensor(float(round))}, TensorOrigin(f"t-{round}", round, "train"))
+        keep_round(state, round)
+    select_round(state, 2)
+    assert (own(), state.committed()[1].round) == ([1.0], 1), "of the last round before"
+    assert [path.name for path in tmp_path.glob("round-*")] == ["round-1.safetensors"]
+    select_round(state, 0)
+    assert (own(), list(tmp_path.glob("round-*"))) == ([], []), "none is as old: it joined later"
