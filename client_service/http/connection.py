@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from html import unescape
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, SentLog
-from promptfed.shared.messages import Problem
+from promptfed.shared.calls import asked, one_line, read_answer
 from promptfed.shared.service.addresses import Addresses
-from promptfed.shared.service.digests import CHANGED, Damaged, is_proven
+from promptfed.shared.service.digests import CHANGED, Damaged
 from promptfed.shared.service.net import PROXY_LOGIN, explained, is_certificate_error
 from promptfed.shared.service.reasons import first_error, why
 from promptfed.shared.versions import PROTOCOL, VERSION, OtherVersion, expect_ours
@@ -30,7 +30,6 @@ from promptfed.shared.versions import PROTOCOL, VERSION, OtherVersion, expect_ou
 log = logging.getLogger("promptfed.client")
 
 MAX_JSON_BYTES = 64 << 20
-NOT_AS_SENT = ("digest-mismatch", "incomplete-body")  # refusals of what did not arrive as it was sent
 FOREIGN_BYTES = 64 << 10  # of a page that is read for its title
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.25, 15.0  # seconds
 LONGEST_RETRY_AFTER = 300.0
@@ -107,7 +106,6 @@ class CoordinatorConnection:
     sent: SentLog | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _jitter: random.Random = field(default_factory=random.SystemRandom)
-    failed: str = ""  # the address that did not answer last
     _served: str = ""  # the address that answered last
 
     def __post_init__(self) -> None:
@@ -185,17 +183,13 @@ class CoordinatorConnection:
         whole: Body | None = None,
     ) -> AsyncIterator[httpx.Response]:
         """The coordinator's answer, also a refusal, with its body unread."""
-        addresses, address = self.addresses, self.addresses.current
-        if self.sent is not None:
-            self.sent.note(address, verb, url, whole)
-        request = self.http.build_request(
-            verb,
-            address + url,
-            content=body(),
-            headers={PROTOCOL: str(VERSION), **headers},
-            timeout=self._patient(timeouts),
-        )
-        try:
+        all_headers = {PROTOCOL: str(VERSION), **headers}
+        with asked(self.addresses, PASSING) as address:
+            if self.sent is not None:
+                self.sent.note(address, verb, url, whole)
+            request = self.http.build_request(
+                verb, address + url, content=body(), headers=all_headers, timeout=self._patient(timeouts)
+            )
             response = await self.http.send(request, stream=True, follow_redirects=False)
             try:
                 if PROTOCOL not in response.headers and response.status_code != PROXY_LOGIN:
@@ -204,12 +198,6 @@ class CoordinatorConnection:
                 yield response
             finally:
                 await response.aclose()
-        except PASSING as error:
-            self.failed = address
-            if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)):
-                addresses.note_silent(address)
-            addresses.move_on()
-            raise
 
     def _patient(self, timeouts: httpx.Timeout) -> httpx.Timeout:
         """Of several, none may be silent for long; how long a body takes that is under way is another thing."""
@@ -243,19 +231,17 @@ class CoordinatorConnection:
             expect_ours(response.headers.get(PROTOCOL), "the coordinator", "this client")
         except OtherVersion as error:
             raise ClientError(Exit.PROTOCOL, str(error)) from None
-        proven = is_proven(response.headers, content, response.status_code == 206)
+        proven, problem = read_answer(response, content)
         if response.is_success:
             return proven
-        problem = _problem(response, content)
+        if response.is_redirect:
+            raise Refused(response.status_code, "redirect", f"redirects are not followed (to {_location(response)})")
+        detail = response.reason_phrase if problem is None else one_line(problem.detail)
         if response.status_code >= 500 or (response.status_code == 429 and _retry_after(response) is not None):
-            raise Unavailable(
-                response.status_code, problem[1] if problem else response.reason_phrase, _retry_after(response)
-            )
+            raise Unavailable(response.status_code, detail, _retry_after(response))
         if problem is None:
-            raise Damaged(f"{response.status_code} {response.reason_phrase}: its reason cannot be read")
-        if problem[0] in NOT_AS_SENT:
-            raise Damaged(f"a request arrived as something else: {problem[1]}")
-        raise Refused(response.status_code, *problem)
+            raise Damaged(f"{response.status_code} {detail}: its reason cannot be read")
+        raise Refused(response.status_code, one_line(problem.kind, 100), detail)
 
     def unreachable(self, error: BaseException) -> ClientError:
         """The error that ends a client to which nobody answers, or nothing that can be read."""
@@ -266,7 +252,7 @@ class CoordinatorConnection:
 
     def explained(self, error: BaseException) -> str | None:
         """What is wrong with TLS or a proxy, if that is why nobody answers."""
-        return explained(error, self.failed or self.base_url)
+        return explained(error, self.addresses.failed)
 
     @property
     def has_served(self) -> bool:
@@ -311,7 +297,7 @@ class Patience:
         delay = connection.backoff(self._attempts, error)
         fault = "is heard, but not as it was sent" if isinstance(error, Damaged) else "does not answer"
         text = "the coordinator at %s %s (%s): again in %.1f s"
-        log.warning(text, connection.failed or connection.base_url, fault, _why(error), delay)
+        log.warning(text, connection.addresses.failed, fault, _why(error), delay)
         await connection.sleep(delay)
 
 
@@ -335,21 +321,14 @@ def parse(kind: type[AnyMessage], reply: Reply) -> AnyMessage:
         raise BadAnswer(f"{text}: install the same version of promptfed on both sides") from None
 
 
-def _problem(response: httpx.Response, body: bytes) -> tuple[str, str] | None:
-    """Kind and detail of a refusal, cleaned for a log, since a server may send any characters; None: unreadable."""
-    if response.is_redirect:
-        return "redirect", f"redirects are not followed (to {_clean(response.headers.get('location', ''))})"
-    try:
-        problem = Problem.model_validate_json(body)
-    except ValidationError:
-        return None
-    return _clean(problem.kind, 100), _clean(problem.detail)
+def _location(response: httpx.Response) -> str:
+    return one_line(response.headers.get("location", ""))
 
 
 async def _foreign(response: httpx.Response) -> str:
     """What somebody else has answered: a proxy, a log-in page, another server at this address."""
     if response.is_redirect:
-        return f"somebody else redirects to {_clean(response.headers.get('location', ''))}"
+        return f"somebody else redirects to {_location(response)}"
     begin = b""
     with suppress(httpx.DecodingError):
         async for chunk in response.aiter_bytes():
@@ -357,14 +336,9 @@ async def _foreign(response: httpx.Response) -> str:
             if len(begin) > FOREIGN_BYTES:
                 break
     title = re.search(rb"<title[^>]*>([^<]+)", begin[:FOREIGN_BYTES], re.IGNORECASE)
-    page = f"the page {_clean(unescape(title[1].decode(errors='replace')), 100)!r}" if title is not None else "a body"
+    page = f"the page {one_line(unescape(title[1].decode(errors='replace')), 100)!r}" if title is not None else "a body"
     size = "; something on the way takes no request of this size" if response.status_code == 413 else ""
     return f"{response.reason_phrase}: {page} of somebody else, not of a coordinator{size}"
-
-
-def _clean(text: Any, length: int = 500) -> str:
-    printable = "".join(letter if letter.isprintable() else " " for letter in str(text)[: 4 * length])
-    return " ".join(printable.split())[:length]
 
 
 def _retry_after(response: httpx.Response) -> float | None:

@@ -22,6 +22,7 @@ from typing import Any, Generic, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from promptfed.shared.calls import asked, read_answer
 from promptfed.shared.errors import (
     BadInput,
     CommandError,
@@ -130,7 +131,6 @@ class Coordinator:
     def __init__(self, url: str, token: str, timeout: float = 60.0, meanwhile: Callable[[], object] | None = None):
         self.url = ",".join(addresses_of(url))
         self._addresses = Addresses(self.url)
-        self._failed = self.url  # the address that did not answer last
         self._meanwhile = meanwhile
         self._served = False  # whether a coordinator has answered: somebody else's answers then pass
         self._http = httpx.Client(headers=_authorization(token), timeout=timeout, **_connection(self.url))
@@ -175,8 +175,8 @@ class Coordinator:
             if isinstance(error, (Damaged, httpx.DecodingError)):
                 text = _unusable(request, error)
             elif request.verb != "GET" and not isinstance(error, UNSENT):
-                text = f"{self._failed} took the request and gives no answer: look before you repeat it"
-            raise Unreachable(explained(error, self._failed) or text) from None
+                text = f"{self._addresses.failed} took the request and gives no answer: look before you repeat it"
+            raise Unreachable(explained(error, self._addresses.failed) or text) from None
 
     def _response(self, request: Request[View]) -> httpx.Response:
         deadline = time.monotonic() + (RESTART_SECONDS if self._meanwhile is not None else TAKEOVER_SECONDS)
@@ -201,15 +201,8 @@ class Coordinator:
 
     def _answered(self, request: Request[Any]) -> httpx.Response:
         """The answer of the address that comes first now; behind one that does not work the next comes first."""
-        address = self._addresses.current
-        try:
+        with asked(self._addresses, PASSING) as address:
             response = _received(request, self._asked(address, request))
-        except PASSING as error:
-            self._failed = address
-            if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)):
-                self._addresses.note_silent(address)
-            self._addresses.move_on()
-            raise
         if self._is_moving(response):
             self._addresses.move_on()
         return response
@@ -295,7 +288,7 @@ def _received(request: Request[Any], response: httpx.Response) -> httpx.Response
         PromptfedError: it cannot, and the coordinator has done what was asked.
     """
     try:
-        proven = digests.is_proven(response.headers, response.content, response.status_code == 206)
+        proven, _ = read_answer(response, response.content)
         has_json = "json" in response.headers.get("content-type", "") and response.status_code != httpx.codes.NO_CONTENT
         if not proven and PROTOCOL in response.headers and has_json:
             response.json()
@@ -304,8 +297,6 @@ def _received(request: Request[Any], response: httpx.Response) -> httpx.Response
         if request.verb == "GET" or not response.is_success:
             raise damaged from None
         raise Unreachable(_unusable(request, damaged)) from None
-    if response.status_code == 400 and _kind(_problem(response)) == "digest-mismatch":
-        raise Damaged("the request arrived as something else")
     return response
 
 

@@ -73,6 +73,7 @@ class Addresses:
     def __init__(self, given: str):
         self.all = addresses_of(given)
         self.current = self.all[0]
+        self.failed = given  # the address that did not answer last
         self._silent: dict[str, float] = {}
 
     @property
