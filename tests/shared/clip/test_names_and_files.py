@@ -239,8 +239,11 @@ def test_a_device_that_cannot_be_used_has_its_reason(
 
     monkeypatch.setattr(torch, "zeros", broken)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     with pytest.raises(BackboneError, match=words):
-        loading.expect_device(device)
+        loading.load_backbone("small-vit", None, device=device)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "before anything is computed there"
 
 
 @pytest.mark.parametrize(
@@ -295,11 +298,13 @@ def test_towers_say_what_they_cannot_take(small: Any) -> None:
         tower.require()
 
 
-@pytest.mark.parametrize("kind", ["first", "last"])
-def test_a_text_is_pooled_where_its_tower_says(small: Any, kind: str) -> None:
-    model = altered(small("small-custom").model, text__pool_type=kind)
-    tower, ids = TextTower(model), open_clip.get_tokenizer("small-custom")(["a dog", "a red fox"])[:, :24]
-    wanted = model.encode_text(ids)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("small-custom", "first"), ("small-custom", "last"), ("small-coca", "last")]
+)
+def test_a_text_is_pooled_where_its_tower_says(small: Any, name: str, kind: str) -> None:
+    model = altered(small(name).model, text__pool_type=kind)
+    tower, ids = TextTower(model), small(name)._tokenizer.texts(["a dog", "a red fox"])
+    wanted = model.encode_text(ids, normalize=False)
     assert torch.allclose(tower.encode_texts(tower.texts(ids)), wanted, atol=1e-5)
     assert tower.pooled_position(ids).tolist() == [-1, -1]
     rows, mask = tower.constant_rows(ids)

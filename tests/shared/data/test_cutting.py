@@ -11,6 +11,7 @@ from PIL import Image
 from promptfed.shared.data import DataError, Source
 from promptfed.shared.data.cutting import apply_common, divided, kept_names
 from promptfed.shared.data.options import SymbolsOptions
+from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.source import Split
 
 NAMES, COUNTS = ["bird", "cat", "zebra"], {"bird": 3, "zebra": 2}
@@ -171,3 +172,14 @@ def test_images_are_divided_by_their_splits(splits: list[str], groups: str, quer
     found = divided(whole, splits, ("a",), None, "a {}", options, ("left",))
     assert tuple(part._rows.tolist() for part in (found.train, found.test)) == parts
     assert (found.uri, found.class_names, found.template, found.left_out) == ("x:", ("a",), "a {}", ("left",))
+
+
+@pytest.mark.parametrize(
+    ("share", "seed", "drawn", "turn"),
+    [(0.9, 1, 1, 0), (0.5, 1, 0, 1), (0.5, 2, 1, 0), (0.25, 7, 1, 3), (0.4, 1, 0, 1)],
+)
+def test_turns_go_round_before_another_order(share: float, seed: int, drawn: int, turn: int) -> None:
+    labels = [0, 1] * 10
+    found = cut(source(labels, [0]), "trainer", {"validation": share, "validation_seed": seed})
+    _, held_out = train_test(torch.tensor(labels), drawn, share, turn)
+    assert [shade for shade, _ in found[2]] == held_out.tolist()

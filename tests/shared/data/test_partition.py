@@ -241,3 +241,21 @@ def test_turns_of_a_split_test_on_every_image_once() -> None:
 def test_a_group_has_its_most_frequent_class() -> None:
     classes, members = partition.grouped(["b", "a", "b", "b"], torch.tensor([0, 2, 1, 1]))
     assert (classes.tolist(), [rows.tolist() for rows in members]) == ([1, 2], [[0, 2, 3], [1]])
+
+
+@pytest.mark.parametrize(("share", "tested"), [(0.1, 1), (0.5, 2), (0.9, 3), (1.0, 3)])
+def test_both_parts_keep_one_of_few(share: float, tested: int) -> None:
+    groups, labels = ["a", "b", "c", "d"], torch.zeros(4, dtype=torch.int64)
+    for train, test in (partition.whole_groups(groups, labels, 0, "x:", share), partition.train_test(labels, 0, share)):
+        assert (len(train), len(test)) == (4 - tested, tested)
+    with pytest.raises(DataError, match="all images of 1 of the classes are of groups that are tested on"):
+        partition.whole_groups(groups, torch.tensor([0, 1, 0, 0]), 0, "x:", 0.9)
+    with pytest.raises(DataError, match="one group cannot be both"):
+        partition.whole_groups(["a"] * 4, labels, 0, "x:")
+
+
+@pytest.mark.parametrize(("alpha", "parts"), [(0.3, None), (2.0, None)])
+def test_drawn_shares_stay_the_same(alpha: float, parts: list[list[int]] | None) -> None:
+    labels = torch.arange(3).repeat_interleave(6)
+    found = partition.dirichlet([labels, labels[::2]], 3, alpha, 5)
+    assert [[rows.tolist() for rows in part] for part in found] == parts

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
 from promptfed.client_service.serving import prediction
-from promptfed.shared.data import DataError, image_files, open_source, public_sets
+from promptfed.shared.data import DataError, image_files, open_source, pixels, public_sets
 from promptfed.shared.data.image_files import image_digest, read_image
 from promptfed.shared.data.options import HuggingFaceOptions
 
@@ -283,3 +285,15 @@ def test_a_folder_of_deep_pictures_is_that_of_eight_bits(tmp_path: Path) -> None
                 written(tmp_path / kind / name / f"{shift}.png", levels * scale, kind)
     first, second = (open_source(f"folder:{tmp_path / kind}") for kind in ("u1", "u2"))
     assert [first.train.digest(row) for row in range(4)] == [second.train.digest(row) for row in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("before", "depth", "bits"),
+    [(0, 7, 8), (9, 0x80 | 15, 16), ((1 << 16) - 43, 11, 12), ((1 << 16) - 42, 11, 8), (None, 11, 8)],
+)
+def test_the_depth_of_jpeg_2000_stands_in_the_head_of_its_stream(before: int | None, depth: int, bits: int) -> None:
+    content = bytes(before or 0) + (b"" if before is None else b"\xff\x4f\xff\x51") + bytes(38) + bytes([depth] * 2)
+    file = io.BytesIO(content)
+    file.seek(3)
+    assert pixels._bits_of_jpeg2000(SimpleNamespace(fp=file)) == bits
+    assert file.tell() == 3

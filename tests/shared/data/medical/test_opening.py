@@ -7,6 +7,8 @@ import io
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -431,3 +433,23 @@ def test_a_child_answers_in_lines_and_pixels(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr("promptfed.shared.data.image_files.SHRUNK", 3)
         monkeypatch.setattr("promptfed.shared.data.image_files.LEAST_SIDE", 1)
         assert worker.answer(asked[2])[0]["size"] in (tuple(size), size)
+
+
+@pytest.mark.parametrize(("poll", "answered"), [(True, 1), (False, 2)])
+def test_a_child_ends_where_nothing_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poll: bool, answered: int
+) -> None:
+    """After the first request nothing more is ready; without a way to look it reads to the end."""
+    ready, waits = [[True], []], []
+
+    def look(reading: Any, *rest: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        waits.append(rest[-1])
+        return ready.pop(0), [], []
+
+    system = SimpleNamespace(select=look, **({"poll": None} if poll else {}))
+    monkeypatch.setattr(worker, "select", system)
+    line = json.dumps({"do": "facts", "path": str(tmp_path / "none"), "settings": {}}).encode() + b"\n"
+    answers = io.BytesIO()
+    worker.serve(io.BytesIO(line * 2), answers)
+    assert answers.getvalue().count(b"it is gone") == answered
+    assert waits == [worker.IDLE_SECONDS] * 2 * poll
