@@ -1,0 +1,142 @@
+"""What every method has in common: lengths of prompts, ends of loops, who can do without whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from promptfed.client_service.training.evaluation import answers, presences, probabilities
+from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.methods import METHODS, make_method
+from promptfed.shared.methods.core import interface
+from promptfed.shared.methods.core.interface import ClientInfo, MethodError, ServerContext, TensorSpec
+from promptfed.shared.methods.core.objectives import Protection
+from promptfed.shared.methods.core.training import TaskCancelled
+from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit
+from promptfed.shared.methods.plan import Reference
+from promptfed.shared.privacy.noise import SeededNoise
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec.spec import TrainingSpec
+from tests.shared.methods.conftest import NAMES, Make
+
+LENGTHS = dict.fromkeys(("coop", "diprompt", "fedapt", "fedcocoop", "fedmaple", "fedotp", "fedpgp", "fedtpg"), 3)
+LENGTHS |= dict.fromkeys(("pfedmoap", "pfedprompt", "plan", "promptfl", "promptfl_amp", "promptfl_ft"), 3)
+LENGTHS |= dict.fromkeys(("fedkgcoop", "promptfl_per", "promptfl_prox", "promptfolio"), 3) | {"fast_pt": 6}
+
+
+def test_so_many_vectors_stand_before_a_class_name() -> None:
+    """General and domain prompts stand together in FaST-PT."""
+    kinds = {name: {"m": 3} if "m" in METHODS[name].Hyper.model_fields else {} for name in METHODS.own()}
+    found = {name: make_method({"name": name, **given}).prompt_length for name, given in kinds.items()}
+    assert {name: length for name, length in found.items() if length} == LENGTHS
+
+
+class Counted:
+    """True once it was asked so often."""
+
+    def __init__(self, most: int):
+        self.asked, self.most = 0, most
+
+    def __call__(self) -> bool:
+        self.asked += 1
+        return self.asked > self.most
+
+
+@pytest.mark.parametrize(("name", "protected"), [("promptfl", False), ("promptfl", True), ("fedlp", False)])
+def test_every_loop_ends_where_it_is_told(name: str, protected: bool, make_context: Make, backbone: Backbone) -> None:
+    method = make_method({"name": name, **({"m": 2} if name == "promptfl" else {})})
+    phase = method.phases(2, 4)[0].name
+    server = ServerContext(TrainingSpec(), shape_of(backbone), NAMES, (), 1, 4)
+    state = method.initial_state(server, initial_draws(1))
+
+    def train(stop: Counted) -> None:
+        own = Protection(0.3, 1.0, 10, 5, 2, SeededNoise(1).stream()) if protected else None
+        context = replace(make_context(10, batch_size=5, epochs=2), protection=own, phase=phase, round=2)
+        method.train(replace(context, cancelled=stop), state, {})
+
+    for most in (0, 1):
+        stop = Counted(most)
+        with pytest.raises(TaskCancelled):
+            train(stop)
+        assert stop.asked == most + 1
+    train(Counted(99))
+
+
+def test_answers_come_in_batches_that_can_be_broken_off() -> None:
+    values = torch.linspace(-3, 3, 257 * 3).reshape(257, 3)
+    classifier = cast(Any, SimpleNamespace(logits=lambda split, rows: values[rows]))
+    for rows, batches in ((256, 1), (257, 2)):
+        split, stop = cast(Any, [None] * rows), Counted(batches)
+        predicted, confidence, shares = answers(classifier, split, stop)
+        assert (stop.asked, predicted.tolist()) == (batches, [2] * rows)
+        torch.testing.assert_close(shares, values[:rows].double().softmax(-1).float())
+        torch.testing.assert_close(confidence, values[:rows].double().softmax(-1).amax(-1))
+        assert probabilities(classifier, split).equal(values[:rows].double().softmax(-1))
+        assert presences(classifier, split).equal(values[:rows].double().sigmoid())
+        with pytest.raises(TaskCancelled):
+            answers(classifier, split, Counted(batches - 1))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_reference_is_kept_or_made_anew_for_each_image(kept: bool) -> None:
+    asked: list[int] = []
+
+    def logits(indices: Tensor, images: Tensor) -> Tensor:
+        asked.extend(indices.tolist())
+        return torch.stack([images[:, 0], 2 * images[:, 0]], dim=1).requires_grad_()
+
+    reference, rows = Reference(4, 2, logits, kept=kept), torch.tensor([3, 1])
+    for _ in range(2):
+        found = reference.of(rows, rows[:, None].float())
+        torch.testing.assert_close(found, torch.log_softmax(torch.tensor([[3.0, 6.0], [1.0, 2.0]]), dim=-1))
+        assert not found.requires_grad
+    assert asked == ([3, 1] if kept else [3, 1, 3, 1])
+
+
+def test_transferred_embeddings_are_features_alone() -> None:
+    parts = [(torch.ones(2, 3), torch.tensor([0, 1])), (torch.zeros(1, 3), torch.tensor([2]))]
+    split = EmbeddedSplit.of(parts)
+    assert (len(split), split.labels.tolist(), split.features()[:, 0].tolist()) == (3, [0, 1, 2], [1, 1, 0])
+    reads: list[tuple[str, Callable[[], Any]]] = [
+        ("lengths", split.raw_features), ("images", lambda: split.images(torch.tensor([0]))),
+        ("patches", lambda: split.patches(torch.tensor([0]))),
+    ]  # fmt: skip
+    for what, read in reads:
+        with pytest.raises(MethodError, match=f"transferred embeddings have no {what}"):
+            read()
+
+
+def test_who_can_do_without_its_clients(backbone: Backbone) -> None:
+    server = ServerContext(TrainingSpec(), shape_of(backbone), NAMES, (), 1, 4)
+
+    def said(name: str) -> str | None:
+        return interface.why_not_alone(make_method({"name": name}), lambda: server)
+
+    assert (said("promptfl"), said("zero_shot")) == (None, None)
+    assert said("coop") == "coop shares nothing: each client keeps what it has learned"
+    assert said("fedrep") == "fedrep classifies with what each client keeps to itself, which the federation never sees"
+
+
+def test_defaults_that_no_method_changes() -> None:
+    method, state = make_method({"name": "promptfl"}), {"context": torch.zeros(1)}
+    context = cast(Any, None)
+    client = ClientInfo("a", "trainer", 1, ())
+    assert all(same is state for same in (method.join(state, client, context), method.forget(state, client, context)))
+    assert method.prepare(context, state) is state
+    assert (method.variants(context, state, {}), method.measure(state, context, state, context)) == (
+        {},
+        interface.Measured(),
+    )
+    assert not interface.has_own(method, "join", "forget", "measure", "prepare")
+    assert interface.has_own(make_method({"name": "fast_pt"}), "forget", "join")
+    assert interface.layer("a", "o", "i") == (TensorSpec("a.weight", ("o", "i")), TensorSpec("a.bias", ("o",)))
+    assert interface.layer("a", "d", join="_") == (TensorSpec("a_weight", ("d",)), TensorSpec("a_bias", ("d",)))
+    given = interface.defaults(0, {"aggregation": {"weighting": "uniform"}, "none": {}})
+    assert given == {"aggregation": {"weighting": "uniform"}}
+    assert interface.defaults(3, epochs=2) == {"rounds": 3, "training": {"epochs": 2}}
