@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,14 @@ from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import database as databases
 from promptfed.coordinator.store import opening, turns
 from promptfed.coordinator.store.backend import CannotOpen
+from promptfed.coordinator.store.bucket import ObjectStoreAway
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.folder import ID_FILE, SQLITE_FILE
+from promptfed.coordinator.store.form import migrate
 from promptfed.coordinator.store.opening import open_store, open_to_look
 from promptfed.coordinator.store.postgres import PostgreSQL
+from promptfed.coordinator.store.sqlite import SQLite
+from promptfed.coordinator.store.tables import ObjectRow
 from promptfed.coordinator.store.turns import Turn
 from tests.support.stand_in_lock import Server, StandIn
 
@@ -108,3 +113,93 @@ def test_who_waits_for_a_turn_tries_now_and_then() -> None:
     asked: list[None] = []
     assert not turn.take(lambda: asked.append(None) or len(asked) > 3)
     assert tries == [turns.TRY_SECONDS] * 3
+
+
+class Named:
+    """An object store with a name, or none, and perhaps with objects."""
+
+    def __init__(self, name: str | None, held: bool = False, error: Exception | None = None):
+        self.place, self._name, self._held, self._error = "s3://b", name, held, error
+        self.given: list[str] = []
+
+    def name(self) -> str | None:
+        if self._error is not None:
+            raise self._error
+        return self._name
+
+    def blobs(self) -> Iterator[tuple[str, float]]:
+        yield from [("blobs/aa/1", 0.0)] * self._held
+
+    def give_name(self, name: str) -> None:
+        self.given.append(name)
+
+
+@pytest.mark.parametrize(
+    ("rows", "bucket", "named", "why"),
+    [
+        (False, None, [], None),
+        (True, None, [], "names objects of an object store: give --store as it was used before"),
+        (False, Named(None), ["me"], None),
+        (False, Named(None, held=True), [], "do not belong together: give --store"),
+        (True, Named(None), [], "do not belong together: give --store"),
+        (True, Named("me", held=True), [], None),
+        (False, Named("me"), [], None),
+        (True, Named("you"), [], "do not belong together: give --store"),
+        (False, Named("you"), [], "do not belong together: give --store"),
+    ],
+)
+def test_objects_and_a_database_keep_one_name(
+    rows: bool, bucket: Named | None, named: list[str], why: str | None, tmp_path: Path
+) -> None:
+    database = Database(SQLite(tmp_path / "db.sqlite3"))
+    migrate(database)
+    with database.write() as session:
+        session.add_all([ObjectRow(digest="sha256:0", key="k")] * rows)
+    asked: Any = bucket
+    if why is None:
+        opening._tie_objects(asked, database, "me")
+    else:
+        with pytest.raises(CannotOpen, match=why):
+            opening._tie_objects(asked, database, "me")
+    assert (bucket.given if bucket is not None else []) == named
+
+
+def test_who_cannot_be_opened_lets_go_of_all_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = Named(None, error=ObjectStoreAway("it is away"))
+    opened(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(opening, "bucket_of", lambda settings: away)
+        for look in (open_store, open_to_look):
+            with pytest.raises(CannotOpen, match="it is away"):
+                look(Settings(data_dir=tmp_path))
+    opened(tmp_path)
+
+
+def test_a_coordinator_waits_for_its_turn_and_gives_it_back_where_it_cannot_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, checked = Server(tmp_path / "shared.sqlite3"), [CannotOpen("no UTF8"), None]
+    monkeypatch.setattr(opening, "backend_of", lambda settings, holder="": StandIn(server))
+    monkeypatch.setattr(opening, "bucket_of", lambda settings: None)
+
+    def check(self: StandIn) -> None:
+        if (error := checked.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(StandIn, "check", check)
+    waiting = opening.Waiting(Settings(data_dir=tmp_path / "a"))
+    with pytest.raises(CannotOpen, match="no UTF8"):
+        waiting.next_store()
+    assert server.holder is None, "another one may have its turn"
+    store = waiting.next_store()
+    assert store is not None
+    assert store.turn is not None
+    assert (store.turn.works, server.holder is not None) == (True, True)
+    with pytest.raises(CannotOpen, match="another coordinator works on"):
+        opening.Waiting(Settings(data_dir=tmp_path / "a"))
+    store.close()
+    assert (store.turn.works, server.holder) == (False, None)
+    waiting.stop()
+    assert waiting.next_store() is None
+    waiting.close()
+    opening.Waiting(Settings(data_dir=tmp_path / "a")).close()
