@@ -30,13 +30,11 @@ from tests.support.coordinators import InThread, in_thread
 from tests.support.open_phases import kind
 
 
-@pytest.mark.door
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
 def test_loopback_needs_nothing(host: str) -> None:
     assert Settings(host=host).host == host
 
 
-@pytest.mark.door
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.4", "::", "example.org"])
 def test_another_address_needs_tls_or_a_word(host: str) -> None:
     with pytest.raises(ValidationError, match="--allow-plain-http"):
@@ -49,7 +47,6 @@ FILES: dict[str, Any] = {"operator_token_file": Path("t"), "signing_key_file": P
 SEVERAL: dict[str, Any] = {"database_url": "postgresql://h/n", "store": "s3://b/p", **FILES}
 
 
-@pytest.mark.door
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -88,7 +85,6 @@ def test_settings_fit_together(given: dict[str, Any], why: str | None) -> None:
             Settings(**given)
 
 
-@pytest.mark.door
 def test_settings_come_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMPTFED_COORDINATOR_PORT", "1234")
     assert Settings().port == 1234
@@ -107,6 +103,7 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(rf"--{name.replace('_', '-')}[ ,]", help_), name
 
 
+@pytest.mark.extended
 def test_the_app_imports_neither_torch_nor_what_is_seldom_needed() -> None:
     heavy = {"torch", "open_clip", "PIL", "scipy", "dp_accounting", "alembic"}
     script = f"import sys, promptfed.coordinator.server; assert not {heavy} & sys.modules.keys()"
@@ -152,7 +149,6 @@ def overwrite(path: Path, begin: int, content: bytes) -> None:
         file.write(content)
 
 
-@pytest.mark.door
 @pytest.mark.parametrize(
     "damage",
     [
@@ -171,7 +167,6 @@ def test_a_damaged_database(folder: Path, capsys: pytest.CaptureFixture[str], da
     assert "its file is damaged, put a backup back" in line
 
 
-@pytest.mark.door
 def test_a_full_disk_is_one_line_and_a_start_once_there_is_room(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +181,6 @@ def test_a_full_disk_is_one_line_and_a_start_once_there_is_room(
         assert coordinator.get("runs")["state"] == "running"
 
 
-@pytest.mark.door
 @pytest.mark.parametrize(
     ("statement", "why"),
     [
@@ -217,6 +211,7 @@ def test_an_unreadable_federation_is_listed_and_the_others_run(folder: Path, sta
         assert coordinator.get("done")["state"] == "finished"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("statement", "why"),
     [
@@ -247,7 +242,6 @@ def test_damaged_rows_are_told_in_the_list(folder: Path, statement: str, why: st
         assert f"runs ({runs['id']}) is unreadable: its stored spec or rows cannot be read: {why}" in listed.output
 
 
-@pytest.mark.door
 @pytest.mark.parametrize("spec", ["{", '{"name": "done"}'])
 def test_an_unreadable_federation_can_be_deleted(folder: Path, spec: str) -> None:
     with in_thread(folder) as coordinator, coordinator.registry.database.write() as session:
@@ -259,7 +253,6 @@ def test_an_unreadable_federation_can_be_deleted(folder: Path, spec: str) -> Non
         assert [one["name"] for one in coordinator.get("/v1/federations")["federations"]] == ["runs"]
 
 
-@pytest.mark.door
 def test_not_ready_where_nothing_can_be_written(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writable, "FRESH_SECONDS", 0.0)
     ready = coordinator.http.get("/readyz")

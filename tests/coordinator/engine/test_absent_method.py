@@ -67,7 +67,6 @@ def test_it_can_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert coordinator.get(waits, status=404)["type"].endswith("/not-found")
 
 
-@pytest.mark.door
 def test_a_constructor_that_raises_harms_no_other_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(TwoPhase):
         def __init__(self, hyper: object):
@@ -83,7 +82,6 @@ def test_a_constructor_that_raises_harms_no_other_federation(tmp_path: Path, mon
         coordinator.create(name="newcomer")
 
 
-@pytest.mark.door
 @pytest.mark.parametrize("function", ["aggregate", "payload"])
 def test_torch_that_is_missing_pauses(coordinator: InThread, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     call, missed = global_state.call, []
@@ -111,7 +109,6 @@ def test_torch_that_is_missing_pauses(coordinator: InThread, monkeypatch: pytest
     assert hashes[0] == hashes[1], "nothing is lost"
 
 
-@pytest.mark.door
 def test_a_replay_without_its_torch_says_what_to_do(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     federation, _ = completed(coordinator, "a", "b", rounds=1)
 

@@ -120,6 +120,7 @@ def test_others_go_on_meanwhile_and_its_name_is_free(coordinator: InThread, monk
     assert [one["name"] for one in coordinator.get("/v1/federations")["federations"]] == ["eyes"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fault", [f"{DELETION_POINTS[0]}:1", *(f"{DELETION_POINTS[1]}:{n}" for n in (1, 3, 6))])
 def test_a_killed_deletion_is_taken_up_again(tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "data"

@@ -49,7 +49,6 @@ def test_a_long_poll_is_woken_by_its_task(coordinator: InThread) -> None:
     assert b.task(wait=60).json()["kind"] == "evaluate"
 
 
-@pytest.mark.door
 def test_a_long_poll_ends_after_its_time(coordinator: InThread) -> None:
     _, [a] = enrolled(coordinator, "a")
     started = time.monotonic()
@@ -58,7 +57,6 @@ def test_a_long_poll_ends_after_its_time(coordinator: InThread) -> None:
     assert a.task(wait=61).status_code == 422
 
 
-@pytest.mark.door
 @pytest.mark.parametrize(
     ("verb", "path", "status"),
     [("POST", "/cancel", 410), ("DELETE", "/clients/a", 403), ("POST", "/clients/a/reset", 401), ("DELETE", "", 404)],
@@ -115,7 +113,6 @@ def test_events_tell_the_whole_story_and_go_on_where_one_left_off(coordinator: I
     assert coordinator.http.get(path, headers=coordinator.operator | {"Last-Event-ID": "x"}).status_code == 422
 
 
-@pytest.mark.door
 @pytest.mark.parametrize("how", ["taken back", "ends"])
 def test_a_stream_ends_with_the_token_that_it_was_asked_for_with(coordinator: InThread, how: str) -> None:
     federation = coordinator.create()
@@ -156,6 +153,7 @@ def process(tmp_path: Path) -> Iterator[CoordinatorProcess]:
         server.kill()
 
 
+@pytest.mark.extended
 def test_a_second_coordinator_on_the_same_folder_is_refused(process: CoordinatorProcess, tmp_path: Path) -> None:
     second = ForkedCoordinator(process.folder, files=tmp_path / "second")
     assert second.wait() == 2
@@ -164,6 +162,7 @@ def test_a_second_coordinator_on_the_same_folder_is_refused(process: Coordinator
     assert process.get("/v1/federations") == {"federations": [], "next": None}
 
 
+@pytest.mark.extended
 def test_bootstrap_creates_once_and_writes_a_token(tmp_path: Path) -> None:
     spec_file, token_file = tmp_path / "spec.yaml", tmp_path / "token"
     spec_file.write_text("name: boot\nmethod: {name: promptfl, m: 4}\nparticipation: {min_clients: 2}\n")

@@ -94,6 +94,7 @@ def test_a_context_that_leaves_no_room_for_a_name(coordinator: InThread, shape: 
     assert answer["errors"][0]["path"] == "backbone.shape"
 
 
+@pytest.mark.extended
 def test_the_class_names_of_all_clients_together_have_a_bound(coordinator: InThread) -> None:
     federation = coordinator.create(class_names=None)
     token = coordinator.token(federation)

@@ -19,7 +19,6 @@ from tests.support.groups import at_once, commits
 from tests.support.open_phases import answer_all, enrolled, kind, launched, told
 
 
-@pytest.mark.door
 def test_the_same_name_and_secret_is_the_same_identity(coordinator: InThread) -> None:
     federation = coordinator.create()
     token = coordinator.token(federation)
@@ -44,7 +43,6 @@ def test_a_client_is_told_what_it_needs_before_it_enrols(coordinator: InThread) 
     assert info["backbone"]["fingerprint"] == FINGERPRINT
 
 
-@pytest.mark.door
 @pytest.mark.parametrize(
     ("change", "status", "expected"),
     [
@@ -67,7 +65,6 @@ def test_what_is_wrong_is_refused(coordinator: InThread, change: dict[str, Any],
     assert len(coordinator.get(f"{federation}/clients")["clients"]) == 1
 
 
-@pytest.mark.door
 @pytest.mark.both_databases
 def test_operators_see_at_its_invitation_why_a_site_cannot_join(coordinator: InThread) -> None:
     federation = coordinator.create(class_names=["circle", "square"])
@@ -101,7 +98,6 @@ def test_operators_see_at_its_invitation_why_a_site_cannot_join(coordinator: InT
     assert refused() == {"other": None, "ward": None}, "made anew"
 
 
-@pytest.mark.door
 @pytest.mark.parametrize(
     ("spoken", "version", "who"),
     [
@@ -148,7 +144,6 @@ def test_clients_are_listed_in_pages_with_when_they_were_seen(coordinator: InThr
     assert coordinator.get(f"{federation}/clients")["clients"][0]["last_seen"] > before
 
 
-@pytest.mark.door
 def test_a_newcomer_joins_at_the_next_round(coordinator: InThread) -> None:
     federation, clients = launched(coordinator, "a", "b")
     tasks = coordinator.training(clients)
@@ -180,7 +175,6 @@ def test_a_method_may_need_domains(coordinator: InThread, monkeypatch: pytest.Mo
     assert peers == [{"name": name, "role": "trainer", "domain": domain} for name in ("a", "b")]
 
 
-@pytest.mark.door
 def test_a_method_that_describes_clients_takes_so_many(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "described", Described)
     monkeypatch.setattr(operations, "MOST_PEERS", 2)
@@ -261,7 +255,6 @@ def test_one_commit_lets_in_all_but_the_refused(coordinator: InThread, monkeypat
     assert {(entry.role, entry.actor) for entry in told} == {("enrolment", left["name"])}
 
 
-@pytest.mark.door
 def test_in_one_group_a_name_is_one_client_s_and_a_token_is_used_up(coordinator: InThread) -> None:
     federation = coordinator.create()
     token = coordinator.token(federation, uses=3)
@@ -294,6 +287,7 @@ def test_one_that_breaks_something_spoils_no_other(coordinator: InThread, monkey
     assert check_chain(log(coordinator))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("fault", "kept"), [("group-before-commit", set()), ("group-committed", {"a", "b", "c"})])
 def test_a_kill_in_a_group_keeps_all_or_none_and_each_comes_again(tmp_path: Path, fault: str, kept: set[str]) -> None:
     folder = tmp_path / "data"

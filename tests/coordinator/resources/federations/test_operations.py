@@ -22,7 +22,6 @@ from tests.support.open_phases import answer_all, completed, enrolled, launched,
 from tests.support.waiting import wait_for
 
 
-@pytest.mark.door
 @pytest.mark.both_databases
 def test_a_federation_from_create_to_prompts(coordinator: InThread) -> None:
     created = coordinator.http.post("/v1/federations", json=spec(), headers=coordinator.operator)
@@ -49,7 +48,6 @@ def test_a_federation_from_create_to_prompts(coordinator: InThread) -> None:
     assert response.headers["etag"] == f'"{state_hash(state)}"'
 
 
-@pytest.mark.door
 @pytest.mark.both_databases
 def test_weights_come_from_the_enrolled_numbers_of_samples(coordinator: InThread) -> None:
     federation = coordinator.create(rounds=1, aggregation={"max_weight_share": 0.6})
@@ -71,6 +69,7 @@ WHOLE = {"privacy": {"level": "client", "clip": 1.0, "noise_multiplier": 1.0}, "
 THREE, MANY = {"participation": {"min_clients": 3}}, {"participation": {"min_clients": 200}}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backbone", [{}, LARGE], ids=["embedded", "of open_clip"])
 @pytest.mark.parametrize(
     ("refused", "path", "taken"),
@@ -96,7 +95,6 @@ def test_what_no_site_could_join_is_refused_at_the_check(
         assert given is taken or [one["path"] for one in answer["errors"]] == [path]
 
 
-@pytest.mark.door
 @pytest.mark.both_databases
 def test_federations_are_found_by_id_or_name_and_listed_in_pages(coordinator: InThread) -> None:
     ids = [coordinator.create(name=f"f{number}") for number in range(5)]
@@ -121,7 +119,6 @@ def test_a_start_without_enough_clients_names_both_numbers(coordinator: InThread
     assert (problem["enrolled"], problem["needed"]) == (2, 3)
 
 
-@pytest.mark.door
 def test_steering_at_a_wrong_moment_is_refused_with_the_state(coordinator: InThread) -> None:
     federation = coordinator.create()
     for verb in ("pause", "resume"):
@@ -141,7 +138,6 @@ def test_a_federation_starts_by_itself_when_ready(coordinator: InThread) -> None
     coordinator.until(federation, state="running")
 
 
-@pytest.mark.door
 def test_a_start_from_words_needs_a_supplied_state(coordinator: InThread) -> None:
     federation = coordinator.create(method={"context_init": "a photo of a"}, start="when_ready", rounds=1)
     clients = coordinator.enrol(federation, "a", "b")
@@ -160,7 +156,6 @@ def test_a_start_from_words_needs_a_supplied_state(coordinator: InThread) -> Non
     assert torch.equal(clients[0].payload(coordinator.task(clients[0]))["context"], state["context"])
 
 
-@pytest.mark.door
 @pytest.mark.parametrize(
     ("body", "status", "kind"),
     [
@@ -179,7 +174,6 @@ def test_a_state_that_does_not_fit_is_refused(coordinator: InThread, body: bytes
     assert (put.status_code, put.json()["type"].rsplit("/")[-1]) == (status, kind), put.text
 
 
-@pytest.mark.door
 def test_an_initial_state_made_for_another_backbone_stops_the_start(coordinator: InThread) -> None:
     federation = coordinator.create()
     body = encode({"context": torch.ones(4, 9)})
@@ -218,7 +212,6 @@ def test_what_is_awaited_until_when_is_shown(coordinator: InThread) -> None:
     assert DEADLINE / 2 < found["stage"]["seconds_left"] <= DEADLINE
 
 
-@pytest.mark.door
 def test_prompts_come_as_safetensors_with_an_etag(coordinator: InThread) -> None:
     federation = coordinator.create()
     path = f"/v1/federations/{federation}/prompts"
@@ -269,7 +262,6 @@ def test_the_last_round_s_tensors_are_kept_where_no_more_is_asked(coordinator: I
     assert len(coordinator.get(f"{federation}/rounds/1")["phases"][0]["updates"]) == 2, "reports stay"
 
 
-@pytest.mark.door
 def test_methods_are_described_to_anyone(coordinator: InThread) -> None:
     listed = coordinator.http.get("/v1/methods").json()["methods"]
     assert {"promptfl", "zero_shot", "coop"} <= {one["name"] for one in listed}
@@ -302,6 +294,7 @@ def draws(coordinator: InThread, **participation: str) -> tuple[list[list[str]],
     return asked, view["draw"]
 
 
+@pytest.mark.extended
 def test_who_is_asked_follows_from_a_secret_that_is_told_at_the_end(coordinator: InThread) -> None:
     names = [f"c{k}" for k in range(6)]
     by_seed = [sorted(sampling_order(7, round, names)[:3]) for round in range(1, 7)]
@@ -316,6 +309,7 @@ def test_who_is_asked_follows_from_a_secret_that_is_told_at_the_end(coordinator:
     assert (public, nothing) == (by_seed, {"commitment": None, "secret": None})
 
 
+@pytest.mark.extended
 def test_every_run_file_of_the_repository_is_read_as_the_commands_read_it(coordinator: InThread) -> None:
     folders = ("examples", "promptfed")
     texts = [path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.yaml")]
@@ -330,7 +324,6 @@ def test_every_run_file_of_the_repository_is_read_as_the_commands_read_it(coordi
     assert read == {"name": "eyes", "training": {"learning_rate": 1000.0}}
 
 
-@pytest.mark.door
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -347,7 +340,6 @@ def test_a_text_that_is_no_run_file_is_refused(coordinator: InThread, text: str,
     assert told in coordinator.post("/v1/federations/run-file", {"text": text}, status=422)["detail"]
 
 
-@pytest.mark.door
 def test_a_federation_that_is_gone_on_with_by_another_spec_says_so(
     coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -49,7 +49,6 @@ def federation(coordinator: InThread) -> str:
     return id
 
 
-@pytest.mark.door
 @pytest.mark.both_databases
 def test_rounds_and_metrics_are_what_the_rows_say(coordinator: InThread) -> None:
     id = coordinator.create()
@@ -73,7 +72,6 @@ def test_rounds_and_metrics_are_what_the_rows_say(coordinator: InThread) -> None
     assert (counted["ece"], counted["trainer_ece"], counted["macro_f1"]) == (ROUNDS * MANY, ROUNDS, ROUNDS * MANY)
 
 
-@pytest.mark.door
 def test_pages_of_rounds_follow_each_other(coordinator: InThread, federation: str) -> None:
     first = coordinator.get(f"{federation}/rounds?limit=2")
     assert ([report["round"] for report in first["rounds"]], first["next"]) == ([1, 2], "2")
@@ -82,7 +80,6 @@ def test_pages_of_rounds_follow_each_other(coordinator: InThread, federation: st
     assert coordinator.get(f"{federation}/rounds?after=3") == {"rounds": [], "next": None}
 
 
-@pytest.mark.door
 def test_a_page_ends_before_it_is_long(coordinator: InThread, federation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "MOST_TASKS", 4 * MANY)  # each client trains and evaluates
     first = coordinator.get(f"{federation}/rounds")
@@ -119,7 +116,6 @@ def test_a_round_is_read_in_its_turn_and_no_transaction_waits(coordinator: InThr
     assert (database.begun, database.open) == (1, 0), "the first round"
 
 
-@pytest.mark.door
 def test_an_answer_that_cannot_be_finished_is_cut_off_and_one_that_cannot_begin_is_refused(
     coordinator: InThread, federation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +232,7 @@ def costs_after(
     return costs[0], costs[1]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("keep", ["all", "last_round"])
 def test_a_late_round_reads_no_more_than_an_early_one(coordinator_with: Make, keep: str) -> None:
     def play(coordinator: InThread, id: str, clients: list[ScriptedClient]) -> None:
@@ -246,6 +243,7 @@ def test_a_late_round_reads_no_more_than_an_early_one(coordinator_with: Make, ke
     assert late <= 1.1 * early
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("path", ["", "/rounds?after={last}", "/rounds?limit=2", "/rounds/{last}", "/prompts"])
 def test_a_page_reads_no_more_of_a_long_federation(coordinator_with: Make, path: str) -> None:
     def ask(coordinator: InThread, id: str, _: object) -> None:
@@ -257,7 +255,6 @@ def test_a_page_reads_no_more_of_a_long_federation(coordinator_with: Make, path:
     assert late <= 1.1 * early
 
 
-@pytest.mark.door
 def test_a_stream_can_begin_with_the_newest_events(coordinator_with: Make) -> None:
     coordinator = coordinator_with()
     id, _ = begun(coordinator, "all", 3)

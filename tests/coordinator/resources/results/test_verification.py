@@ -71,7 +71,6 @@ def play(coordinator: InThread, federation: str, clients: list[ScriptedClient], 
         time.sleep(0.005)
 
 
-@pytest.mark.door
 @pytest.mark.both_databases
 def test_a_whole_run_comes_to_the_same_hashes(coordinator: InThread) -> None:
     federation = finished(coordinator, "two_phase")
@@ -89,7 +88,6 @@ def test_a_whole_run_comes_to_the_same_hashes(coordinator: InThread) -> None:
     assert origins == ["initial", *once, *once, "join", *once]
 
 
-@pytest.mark.door
 def test_a_supplied_state_and_robust_rules_are_computed_again_too(coordinator: InThread) -> None:
     krum = {"rule": "multi_krum", "clip_norm": "median"}
     federation = coordinator.create(rounds=2, participation={"min_clients": 5}, aggregation=krum)
@@ -131,7 +129,6 @@ def over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InThread, s
         yield coordinator, five, sent
 
 
-@pytest.mark.door
 def test_rounds_under_way_and_rounds_not_kept_are_refused(coordinator: InThread) -> None:
     federation, clients = enrolled(coordinator, "a", "b", rounds=3, retention="last_round")
     assert again(coordinator, federation, 0, status=404)["type"].endswith("/no-state")
@@ -158,7 +155,6 @@ def eventually(ask: Callable[[], httpx.Response], status: int) -> httpx.Response
     return answer
 
 
-@pytest.mark.door
 def test_what_was_changed_afterwards_shows(over: tuple[InThread, str, Tensors]) -> None:
     coordinator, federation, _ = over
     assert [one["same"] for one in again(coordinator, federation, 1)["states"]] == [True]
@@ -176,6 +172,7 @@ def test_what_was_changed_afterwards_shows(over: tuple[InThread, str, Tensors]) 
     change(weights[0])
 
 
+@pytest.mark.extended
 def test_a_long_replay_holds_up_nobody(over: tuple[InThread, str, Tensors], monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator, federation, _ = over
     after_phase = global_state.after_phase
@@ -196,6 +193,7 @@ def test_a_long_replay_holds_up_nobody(over: tuple[InThread, str, Tensors], monk
     assert [one["states"][0]["same"] for one in answers] == [True]
 
 
+@pytest.mark.extended
 def test_a_stop_does_not_wait_for_a_long_replay(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     federation, _ = one_round(coordinator)
     begun, go_on = threading.Event(), threading.Event()
@@ -237,7 +235,6 @@ def asking(coordinator: InThread, path: str) -> Iterator[list[Any]]:
     assert not thread.is_alive()
 
 
-@pytest.mark.door
 def test_a_state_that_is_not_what_was_recorded_shows_although_what_follows_from_it_is(coordinator: InThread) -> None:
     federation = coordinator.create(rounds=2)
     drive(started(coordinator, federation, "a", "b"))
@@ -324,7 +321,6 @@ DAMAGES: list[tuple[str, list[str]]] = [
 ]
 
 
-@pytest.mark.door
 @pytest.mark.parametrize(("statement", "wanted"), DAMAGES)
 def test_damage_is_named(folder: Path, capsys: pytest.CaptureFixture[str], statement: str, wanted: list[str]) -> None:
     changed(folder, statement)
@@ -335,7 +331,6 @@ def test_damage_is_named(folder: Path, capsys: pytest.CaptureFixture[str], state
     assert lines[-1] == f"{len(lines) - 1} damaged in {folder / SQLITE_FILE}"
 
 
-@pytest.mark.door
 def test_what_is_not_kept_is_not_looked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert looked(folder, capsys) == (0, [f"all of {folder / SQLITE_FILE} and its blobs is what was stored"])
     kept = ("UPDATE states SET stored = 0", "UPDATE updates SET stored = 0", "UPDATE tasks SET payload_stored = 0")
@@ -361,7 +356,6 @@ def test_files_are_looked_at_too(
         assert any(f"sha256:{path.name}" in line and "has changed" in line for line in lines)
 
 
-@pytest.mark.door
 def test_pages_of_garbage_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     database = folder / SQLITE_FILE
     with closing(sqlite3.connect(database)) as connection:
@@ -376,7 +370,6 @@ def test_pages_of_garbage_are_named(folder: Path, capsys: pytest.CaptureFixture[
     assert lines[-1] == f"{len(lines) - 1} damaged in {database}"
 
 
-@pytest.mark.door
 def test_nothing_is_made_or_taken_from_a_coordinator(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ def coordinator(served: InThread) -> InThread:
 SAMPLE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
 
 
-@pytest.mark.door
+@pytest.mark.extended
 def test_updates_of_a_protected_federation_cost_what_the_terms_give(coordinator: InThread) -> None:
     federation, (a, _), (task, _) = open_first_phase(coordinator, privacy=SAMPLE, training={"epochs": 1})
     assert task["config"]["privacy"]["noise_multiplier"] == 1.0
@@ -57,7 +57,6 @@ def test_updates_of_a_protected_federation_cost_what_the_terms_give(coordinator:
     assert a.send(task, encode(GOOD, about | {"privacy": spent | {"events": [right]}})).status_code == 201
 
 
-@pytest.mark.door
 def test_an_unprotected_federation_takes_no_update_that_says_what_it_cost(coordinator: InThread) -> None:
     _, (a, _), (task, _) = open_first_phase(coordinator)
     assert "privacy" not in task["config"]
@@ -75,7 +74,6 @@ def spend(delta: float = 1e-3, times: float = 1.0, z: float = 1.0) -> SpendRepor
     return SpendReport(events=events, epsilon=epsilon, delta=delta, noise="secret")
 
 
-@pytest.mark.door
 @pytest.mark.parametrize(
     ("told", "why"),
     [

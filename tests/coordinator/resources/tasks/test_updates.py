@@ -26,7 +26,6 @@ def coordinator(served: InThread) -> InThread:
     return served
 
 
-@pytest.mark.door
 @pytest.mark.both_databases
 def test_an_update_is_stored_once_and_answered_alike_for_ever(coordinator: InThread) -> None:
     federation, (a, b), (task_a, task_b) = open_first_phase(coordinator, rounds=1)
@@ -97,7 +96,6 @@ def bad_updates(task: dict[str, Any]) -> dict[str, tuple[bytes, int, str]]:
     }
 
 
-@pytest.mark.door
 @pytest.mark.both_databases
 def test_bad_updates_are_refused_each_with_its_own_kind_and_change_nothing(coordinator: InThread) -> None:
     limits = {"max_update_norm": 10.0, "max_bytes": 2_000_000}
@@ -117,7 +115,6 @@ def test_bad_updates_are_refused_each_with_its_own_kind_and_change_nothing(coord
     assert a.send(task, update_body(GOOD, task)).status_code == 201, "the task is still open"
 
 
-@pytest.mark.door
 def test_an_answer_of_the_wrong_kind_is_refused(coordinator: InThread) -> None:
     federation, (a, _) = launched(coordinator, "a", "b")
     task = coordinator.task(a)
@@ -126,7 +123,6 @@ def test_an_answer_of_the_wrong_kind_is_refused(coordinator: InThread) -> None:
     assert kind(a.evaluate(task)) == "wrong-task-kind"
 
 
-@pytest.mark.door
 def test_a_withdrawn_client_is_refused_and_its_task_cancelled(coordinator: InThread) -> None:
     federation, (a, b, c), tasks = open_first_phase(coordinator, "a", "b", "c", rounds=1)
     a.answer(tasks[0])
