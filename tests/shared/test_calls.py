@@ -31,19 +31,13 @@ def test_behind_an_address_that_fails_the_next_comes_first(error: Exception, fol
     assert addresses.current == (following if passing else "b")
 
 
-@pytest.mark.parametrize(
-    ("status", "content", "digest", "expected"),
-    [
-        (200, b"{}", b"{}", (True, None)),
-        (200, b"{}", None, (False, None)),
-        (200, b"{}", b"[]", "do not have their digest"),
-        (404, PROBLEM % b"gone", None, (False, "gone")),
-        (404, b"{}", None, (False, None)),
-        (400, PROBLEM % b"digest-mismatch", None, "as something else: a b"),
-        (400, PROBLEM % b"incomplete-body", None, "as something else: a b"),
-        (200, PROBLEM % b"digest-mismatch", None, (False, None)),
-    ],
-)
+@pytest.mark.parametrize(("status", "content", "digest", "expected"), [
+    (200, b"{}", b"{}", (True, None)), (200, b"{}", None, (False, None)),
+    (200, b"{}", b"[]", "do not have their digest"), (404, PROBLEM % b"gone", None, (False, "gone")),
+    (404, b"{}", None, (False, None)), (400, PROBLEM % b"digest-mismatch", None, "as something else: a b"),
+    (400, PROBLEM % b"incomplete-body", None, "as something else: a b"),
+    (200, PROBLEM % b"digest-mismatch", None, (False, None)),
+])  # fmt: skip
 def test_an_answer_is_proven_refused_or_damaged(
     status: int, content: bytes, digest: bytes | None, expected: Any
 ) -> None:

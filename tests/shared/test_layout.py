@@ -37,14 +37,9 @@ def test_a_module_has_its_constants_above_its_definitions() -> None:
     assert {str(path): found for path in sorted(modules) if (found := late(path.read_text()))} == {}
 
 
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("import a\nB = 1\ndef c(): ...", []),
-        ("def c(): ...\nB = 1", ["B = 1"]),
-        ("class C: ...\nimport a", ["import a"]),
-        ("def c(): ...\nB = c()\nD = [B]", []),
-    ],
-)
+@pytest.mark.parametrize(("source", "names"), [
+    ("import a\nB = 1\ndef c(): ...", []), ("def c(): ...\nB = 1", ["B = 1"]),
+    ("class C: ...\nimport a", ["import a"]), ("def c(): ...\nB = c()\nD = [B]", []),
+])  # fmt: skip
 def test_what_needs_a_definition_may_stand_below_it(source: str, names: list[str]) -> None:
     assert late(source) == names

@@ -211,16 +211,11 @@ class Limits:
         raise ValueError("not allowed")
 
 
-@pytest.mark.parametrize(
-    ("soft", "hard", "limits", "asked", "most"),
-    [
-        (1000, 5000, (1000, 5000), (5000, 5000), 600),
-        (700, 700, (700, 700), (700, 700), 350),
-        (800, 800, (800, 800), (800, 800), 400),
-        (1000, -1, (1000, machine.UNLIMITED), (open_files.ENOUGH_FILES, -1), 600),
-        (-1, -1, (machine.UNLIMITED, machine.UNLIMITED), (machine.UNLIMITED, -1), open_files.ENOUGH_FILES),
-    ],
-)
+@pytest.mark.parametrize(("soft", "hard", "limits", "asked", "most"), [
+    (1000, 5000, (1000, 5000), (5000, 5000), 600), (700, 700, (700, 700), (700, 700), 350),
+    (800, 800, (800, 800), (800, 800), 400), (1000, -1, (1000, machine.UNLIMITED), (open_files.ENOUGH_FILES, -1), 600),
+    (-1, -1, (machine.UNLIMITED, machine.UNLIMITED), (machine.UNLIMITED, -1), open_files.ENOUGH_FILES),
+])  # fmt: skip
 def test_open_files_are_raised_to_what_the_system_lets(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, limits: Any, asked: Any, most: int
 ) -> None:

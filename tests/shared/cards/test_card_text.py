@@ -87,36 +87,27 @@ FILE = {"bytes": 5, "sha256": "b" * 64}
 NO_BYTES = "| sent | withheld: it would tell how many took part; not one image |"
 
 
-@pytest.mark.parametrize(
-    ("changed", "comes", "goes"),
-    [
-        ({"selection": None, "stopped": None}, ON_THE_WAY, "| round |"),
-        ({"selection": None}, "finished (no rise), seed 7", ON_THE_WAY),
-        ({"stopped": None}, "| federation | finished, seed 7 |", ON_THE_WAY),
-        ({"selection": None, "stopped": None, "round": 8}, "after round 8 of 8", ON_THE_WAY),
-        ({"origin": None}, "| licence | MIT |", "started from"),
-        ({"licence": None}, "started from", "| licence |"),
-        ({"bytes": None}, NO_BYTES, " a round)"),
-        ({"round": 0}, "| sent | 4.0 kB up, 8.0 kB down, and not one image |", " a round)"),
-        ({"unreadable": 0}, "| state |", "not readable"),
-        ({"unreadable": 1}, "| not readable | 1 answer of clients: in no figure |", "1 answers"),
-        ({"secure_aggregation": None}, "## Use", "sums of at least"),
-        ({"secure_aggregation": {"smallest_sum": None, "threshold": 0.67}}, "## Use", "sums of at least"),
-        ({"files": {"class_weights.safetensors": FILE}}, "## Files", MIXTURE),
-        ({"files": {}}, "## Files", MIXTURE),
-        ({"files": {"backbone/open_clip_model.safetensors": FILE}}, "so it lies in `backbone/`", MIXTURE),
-        ({"class_names": None}, "| classes | not named: each client used its own |", "kind 0"),
-        ({"class_names": [f"kind {number}" for number in range(12)]}, "kind 11 |", " more |"),
-        ({"accuracy": None}, "Nobody has measured any yet.", "| mean of"),
-        ({"method": {"name": "fedtpg"}}, "fedtpg learns a generator", "adds what it keeps"),
-        (
-            {"method": {"name": "promptfl_per"}},
-            "each client's own predictions add what it keeps to itself",
-            "generator",
-        ),
-        ({"method": {"name": "promptfl"}}, "| hyperparameters | none |", "each client's own predictions"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "comes", "goes"), [
+    ({"selection": None, "stopped": None}, ON_THE_WAY, "| round |"),
+    ({"selection": None}, "finished (no rise), seed 7", ON_THE_WAY),
+    ({"stopped": None}, "| federation | finished, seed 7 |", ON_THE_WAY),
+    ({"selection": None, "stopped": None, "round": 8}, "after round 8 of 8", ON_THE_WAY),
+    ({"origin": None}, "| licence | MIT |", "started from"), ({"licence": None}, "started from", "| licence |"),
+    ({"bytes": None}, NO_BYTES, " a round)"),
+    ({"round": 0}, "| sent | 4.0 kB up, 8.0 kB down, and not one image |", " a round)"),
+    ({"unreadable": 0}, "| state |", "not readable"),
+    ({"unreadable": 1}, "| not readable | 1 answer of clients: in no figure |", "1 answers"),
+    ({"secure_aggregation": None}, "## Use", "sums of at least"),
+    ({"secure_aggregation": {"smallest_sum": None, "threshold": 0.67}}, "## Use", "sums of at least"),
+    ({"files": {"class_weights.safetensors": FILE}}, "## Files", MIXTURE), ({"files": {}}, "## Files", MIXTURE),
+    ({"files": {"backbone/open_clip_model.safetensors": FILE}}, "so it lies in `backbone/`", MIXTURE),
+    ({"class_names": None}, "| classes | not named: each client used its own |", "kind 0"),
+    ({"class_names": [f"kind {number}" for number in range(12)]}, "kind 11 |", " more |"),
+    ({"accuracy": None}, "Nobody has measured any yet.", "| mean of"),
+    ({"method": {"name": "fedtpg"}}, "fedtpg learns a generator", "adds what it keeps"),
+    ({"method": {"name": "promptfl_per"}}, "each client's own predictions add what it keeps to itself", "generator"),
+    ({"method": {"name": "promptfl"}}, "| hyperparameters | none |", "each client's own predictions"),
+])  # fmt: skip
 def test_a_clause_comes_or_goes_with_its_fact(changed: dict[str, object], comes: str, goes: str) -> None:
     text = card_text.markdown(card(**changed), "import open_clip\n")
     assert comes in text

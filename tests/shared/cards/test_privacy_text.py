@@ -40,24 +40,20 @@ def summary(**changed: object) -> PrivacySummary:
     return PrivacySummary.model_validate(figures | changed)
 
 
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
-        ({}, RECORDS.format(cost=COST.format(replaced=""))),
-        ({"epsilon_replace_one": 9.876}, RECORDS.format(cost=COST.format(replaced=REPLACED))),
-        ({"ledger_epsilon_max": 12.34}, RECORDS.format(cost=COST.format(replaced="") + LEDGERS)),
-        ({"epsilon_max": None}, RECORDS.format(cost=UNKNOWN)),
-        ({"epsilon_median": None, "ledger_epsilon_max": 12.34}, RECORDS.format(cost=UNKNOWN + LEDGERS)),
-        ({"noise": "seeded"}, RECORDS.format(cost=COST.format(replaced="")) + SEEDED),
-        ({"level": "client", "noise": "central"}, CLIENTS.format(replaced="")),
-        ({"level": "client", "epsilon_replace_one": 9.876}, CLIENTS.format(replaced=REPLACED)),
-        ({"level": "client", "epsilon_if_secret": 1.234}, CLIENTS.format(replaced="") + SECRET),
-        ({"level": "client", "noise": "seeded"}, CLIENTS.format(replaced="") + SEEDED),
-        ({"level": "client", "epsilon_max": None}, UNPROTECTED),
-        ({"clients": 0}, UNPROTECTED),
-        ({"noise_multiplier": None}, UNPROTECTED),
-    ],
-)
+@pytest.mark.parametrize(("changed", "text"), [
+    ({}, RECORDS.format(cost=COST.format(replaced=""))),
+    ({"epsilon_replace_one": 9.876}, RECORDS.format(cost=COST.format(replaced=REPLACED))),
+    ({"ledger_epsilon_max": 12.34}, RECORDS.format(cost=COST.format(replaced="") + LEDGERS)),
+    ({"epsilon_max": None}, RECORDS.format(cost=UNKNOWN)),
+    ({"epsilon_median": None, "ledger_epsilon_max": 12.34}, RECORDS.format(cost=UNKNOWN + LEDGERS)),
+    ({"noise": "seeded"}, RECORDS.format(cost=COST.format(replaced="")) + SEEDED),
+    ({"level": "client", "noise": "central"}, CLIENTS.format(replaced="")),
+    ({"level": "client", "epsilon_replace_one": 9.876}, CLIENTS.format(replaced=REPLACED)),
+    ({"level": "client", "epsilon_if_secret": 1.234}, CLIENTS.format(replaced="") + SECRET),
+    ({"level": "client", "noise": "seeded"}, CLIENTS.format(replaced="") + SEEDED),
+    ({"level": "client", "epsilon_max": None}, UNPROTECTED), ({"clients": 0}, UNPROTECTED),
+    ({"noise_multiplier": None}, UNPROTECTED),
+])  # fmt: skip
 def test_each_figure_has_its_sentence(changed: dict[str, object], text: str) -> None:
     assert of_privacy(summary(**changed)) == text
 

@@ -34,7 +34,8 @@ from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("timm_models")
 
-TOWERS = ["small-vit", "small-bidirectional", "small-coca", "small-resnet", "small-timm"]
+SLOW = pytest.param("small-timm", marks=pytest.mark.extended)
+TOWERS = ["small-vit", "small-bidirectional", "small-coca", "small-resnet", SLOW]
 SCRIPT = """
 import sys, torch
 from pathlib import Path

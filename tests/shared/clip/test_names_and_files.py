@@ -24,15 +24,10 @@ from promptfed.shared.spec.spec import BackboneSpec
 from tests.shared.clip.conftest import CLASS_NAMES, noise
 
 
-@pytest.mark.parametrize(
-    ("name", "known", "text"),
-    [
-        ("Vit-b", ["ViT-B", "resnet"], "; near: ViT-B"),
-        ("xyz", ["ViT-B", "resnet"], "; it has: ViT-B, resnet"),
-        ("qqq", list("abcdefghij"), "; it has: a, b, c, d, e, f, g, h"),
-        ("a", [], ""),
-    ],
-)
+@pytest.mark.parametrize(("name", "known", "text"), [
+    ("Vit-b", ["ViT-B", "resnet"], "; near: ViT-B"), ("xyz", ["ViT-B", "resnet"], "; it has: ViT-B, resnet"),
+    ("qqq", list("abcdefghij"), "; it has: a, b, c, d, e, f, g, h"), ("a", [], ""),
+])  # fmt: skip
 def test_near_names_are_told(name: str, known: list[str], text: str) -> None:
     assert errors.near(name, known) == text
 
@@ -71,16 +66,12 @@ def test_weights_are_found_in_a_folder_the_safer_format_first(tmp_path: Path) ->
     refused(tmp_path / "a.onnx", "is of unknown type: use .safetensors, .pt, .pth, .bin")
 
 
-@pytest.mark.parametrize(
-    ("content", "names"),
-    [
-        ({"a": torch.ones(1), "module.b": torch.ones(1), "c": 3}, ["a", "b"]),
-        ({"state_dict": {"a": torch.ones(1)}}, ["a"]),
-        ({"state_dict": {"model": {"model_ema": {"a": torch.ones(1)}}}}, ["a"]),
-        ({"model": torch.ones(1)}, ["model"]),
-        ([1, 2], None),
-    ],
-)
+@pytest.mark.parametrize(("content", "names"), [
+    ({"a": torch.ones(1), "module.b": torch.ones(1), "c": 3}, ["a", "b"]),
+    ({"state_dict": {"a": torch.ones(1)}}, ["a"]),
+    ({"state_dict": {"model": {"model_ema": {"a": torch.ones(1)}}}}, ["a"]), ({"model": torch.ones(1)}, ["model"]),
+    ([1, 2], None),
+])  # fmt: skip
 def test_weights_lie_under_the_keys_of_training_scripts(tmp_path: Path, content: Any, names: list[str] | None) -> None:
     torch.save(content, tmp_path / "a.pt")
     if names is None:
@@ -149,14 +140,10 @@ def test_a_tokenizer_beside_weights_is_used_and_one_out_of_reach_named(
         tokenizers.tokenizer_of("M", {}, None)
 
 
-@pytest.mark.parametrize(
-    ("model", "inside"),
-    [
-        ("promptfed-tiny", True), ("promptfed-photo", False), ("ViT-B/16", True), ("RN50", None),
-        ("roberta-ViT-B-32", None),
-        ("convnext_base", None), ("no-such-model", None), ("../model", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "inside"), [
+    ("promptfed-tiny", True), ("promptfed-photo", False), ("ViT-B/16", True), ("RN50", None),
+    ("roberta-ViT-B-32", None), ("convnext_base", None), ("no-such-model", None), ("../model", None),
+])  # fmt: skip
 def test_sizes_are_known_by_name_where_the_towers_are_plain(model: str, inside: bool | None) -> None:
     shape = sizes.shape_by_name(model)
     assert (shape is None) == (inside is None)
@@ -221,16 +208,11 @@ def test_what_bits_depend_on_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert (tmp_path / slots.SLOTS_FILE).stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(
-    ("device", "gpus", "words"),
-    [
-        ("cuda:1", 1, "the GPUs here are cuda:0. Or give"),
-        ("cuda", 0, "there is no GPU, or no driver"),
-        ("cuda:0", 1, "'cuda:0' cannot be used: broken. Or give"),
-        ("cuda", 1, "broken. Or give"),
-        ("cpu:x", 1, "it is none of cpu, cuda and cuda:N"),
-    ],
-)
+@pytest.mark.parametrize(("device", "gpus", "words"), [
+    ("cuda:1", 1, "the GPUs here are cuda:0. Or give"), ("cuda", 0, "there is no GPU, or no driver"),
+    ("cuda:0", 1, "'cuda:0' cannot be used: broken. Or give"), ("cuda", 1, "broken. Or give"),
+    ("cpu:x", 1, "it is none of cpu, cuda and cuda:N"),
+])  # fmt: skip
 def test_a_device_that_cannot_be_used_has_its_reason(
     monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, words: str
 ) -> None:
@@ -246,14 +228,10 @@ def test_a_device_that_cannot_be_used_has_its_reason(
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "before anything is computed there"
 
 
-@pytest.mark.parametrize(
-    ("changed", "halves"),
-    [
-        ({}, True), ({"resize_mode": "squash"}, True), ({"resize_mode": "longest"}, False),
-        ({"interpolation": "random"}, False), ({"size": (8, 9)}, False),
-        ({"size": (8, 9), "resize_mode": "squash"}, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changed", "halves"), [
+    ({}, True), ({"resize_mode": "squash"}, True), ({"resize_mode": "longest"}, False),
+    ({"interpolation": "random"}, False), ({"size": (8, 9)}, False), ({"size": (8, 9), "resize_mode": "squash"}, True),
+])  # fmt: skip
 def test_a_preprocessing_of_other_steps_has_no_halves(changed: dict[str, Any], halves: bool) -> None:
     given = {"size": 8, "resize_mode": "shortest", "interpolation": "bicubic", "mean": (0,) * 3, "std": (1,) * 3}
     found = Halves.of_config(given | changed)

@@ -21,30 +21,20 @@ def options(**given: object) -> SymbolsOptions:
     return SymbolsOptions.model_validate({"uri": "symbols:neon"} | given)
 
 
-@pytest.mark.parametrize(
-    ("only", "least", "kept"),
-    [
-        (None, None, NAMES),
-        ("zebra,bird", None, ["bird", "zebra"]),
-        (None, 1, ["bird", "zebra"]),
-        (None, 2, ["bird", "zebra"]),
-        (None, 3, ["bird"]),
-        ("zebra,cat", 2, ["zebra"]),
-    ],
-)
+@pytest.mark.parametrize(("only", "least", "kept"), [
+    (None, None, NAMES), ("zebra,bird", None, ["bird", "zebra"]), (None, 1, ["bird", "zebra"]),
+    (None, 2, ["bird", "zebra"]), (None, 3, ["bird"]), ("zebra,cat", 2, ["zebra"]),
+])  # fmt: skip
 def test_classes_are_kept_in_their_order(only: str | None, least: int | None, kept: list[str]) -> None:
     given = {"only": only, "min_per_class": least}
     assert kept_names(NAMES, COUNTS, options(**{key: one for key, one in given.items() if one is not None})) == kept
 
 
-@pytest.mark.parametrize(
-    ("only", "least", "words"),
-    [
-        (None, 4, "min_per_class=4 leaves no class; the largest has 3 images"),
-        ("cat", 1, "min_per_class=1 leaves no class"),
-        ("bird,cow", None, "only= names the class 'cow', which is not one of its classes"),
-    ],
-)
+@pytest.mark.parametrize(("only", "least", "words"), [
+    (None, 4, "min_per_class=4 leaves no class; the largest has 3 images"),
+    ("cat", 1, "min_per_class=1 leaves no class"),
+    ("bird,cow", None, "only= names the class 'cow', which is not one of its classes"),
+])  # fmt: skip
 def test_no_class_is_refused(only: str | None, least: int | None, words: str) -> None:
     given = {"only": only, "min_per_class": least}
     with pytest.raises(DataError, match=words):
@@ -84,17 +74,14 @@ DIVIDED = {"partition": "pathological", "clients": 3}
 SEVERAL = source([[1, 0, 0], [1, 1, 0], [0, 0, -1]], [[0, 0, 1]])
 
 
-@pytest.mark.parametrize(
-    ("given", "role", "query", "names", "train", "test"),
-    [
-        (FEW, "trainer", {"classes": "base"}, "ab", AB, [(100, 0), (101, 1)]),
-        (FEW, "trainer", {"classes": "novel"}, "c", [(2, 0), (5, 0)], [(102, 0)]),
-        (FEW, "trainer", {"min_per_class": 4}, "ab", AB, [(100, 0), (101, 1)]),
-        (FEW, "evaluator", {"test_on": "all", "only": "c"}, "c", [(2, 0), (5, 0)], [(102, 0), (2, 0), (5, 0)]),
-        (FEW, "tests", {"test_on": "test", "only": "c"}, "c", [(2, 0), (5, 0)], [(102, 0)]),
-        (SEVERAL, "trainer", {"only": "c,a"}, "ac", [(0, [1, 0]), (1, [1, 0]), (2, [0, -1])], [(100, [0, 1])]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "role", "query", "names", "train", "test"), [
+    (FEW, "trainer", {"classes": "base"}, "ab", AB, [(100, 0), (101, 1)]),
+    (FEW, "trainer", {"classes": "novel"}, "c", [(2, 0), (5, 0)], [(102, 0)]),
+    (FEW, "trainer", {"min_per_class": 4}, "ab", AB, [(100, 0), (101, 1)]),
+    (FEW, "evaluator", {"test_on": "all", "only": "c"}, "c", [(2, 0), (5, 0)], [(102, 0), (2, 0), (5, 0)]),
+    (FEW, "tests", {"test_on": "test", "only": "c"}, "c", [(2, 0), (5, 0)], [(102, 0)]),
+    (SEVERAL, "trainer", {"only": "c,a"}, "ac", [(0, [1, 0]), (1, [1, 0]), (2, [0, -1])], [(100, [0, 1])]),
+])  # fmt: skip
 def test_classes_and_tests_are_cut(
     given: Source, role: str, query: dict[str, Any], names: str, train: Any, test: Any
 ) -> None:
@@ -152,17 +139,13 @@ def test_an_evaluators_images_alone_are_divided_too() -> None:
         assert [len(part[3 - side]) for part in parts] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("splits", "groups", "query", "parts"),
-    [
-        (["test", "train", "train"], None, {}, ([1, 2], [0])),
-        (["test", "train", "train"], "xyy", {}, ([1, 2], [0])),
-        (["test", "train", "train"], "xyx", {}, "the group x has images in train and in test"),
-        (["test", "train", "train"], "xyx", {"role": "evaluator"}, ([], [0, 1, 2])),
-        (["test", "train", "train"], "xyx", {"names_only": True}, ([0, 1, 2], [0, 1, 2])),
-        (["test", "train", "train"], None, {"role": "evaluator", "test_on": "test"}, ([1, 2], [0])),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("splits", "groups", "query", "parts"), [
+    (["test", "train", "train"], None, {}, ([1, 2], [0])), (["test", "train", "train"], "xyy", {}, ([1, 2], [0])),
+    (["test", "train", "train"], "xyx", {}, "the group x has images in train and in test"),
+    (["test", "train", "train"], "xyx", {"role": "evaluator"}, ([], [0, 1, 2])),
+    (["test", "train", "train"], "xyx", {"names_only": True}, ([0, 1, 2], [0, 1, 2])),
+    (["test", "train", "train"], None, {"role": "evaluator", "test_on": "test"}, ([1, 2], [0])),
+])  # fmt: skip
 def test_images_are_divided_by_their_splits(splits: list[str], groups: str, query: Any, parts: Any) -> None:
     whole, options = source([0, 0, 0], [], groups=groups).train, SymbolsOptions.model_validate({"uri": "x:"} | query)
     if isinstance(parts, str):

@@ -22,27 +22,21 @@ def lines(tmp_path: Path, content: bytes) -> Any:
     return read_lines(tmp_path / "t.csv", "the table")
 
 
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        (b"a,b\n1,2\n\n \n,\n", (["a", "b"], [(2, {"a": "1", "b": "2"}), (5, {"a": "", "b": ""})])),
-        (b'a\n"1\n2"\n3\n', (["a"], [(3, {"a": "1\n2"}), (4, {"a": "3"})])),
-        (b"", ([], [])),
-        (b"a,,\n1,2,3\n", (["a", "", ""], [(2, {"a": "1", "": "3"})])),
-        (b"\xff\n", "the table is not a CSV file in UTF-8; save it as one"),
-        (b"a\n" + b"x" * 140_000, "the table is not a CSV file in UTF-8"),
-        (b'"a\n', "the table, line 1: a quote is not closed"),
-        (b'a\n"b"c\n', "the table, line 2: a quote is not closed, or text follows it"),
-        (b"a;b\n", "the table separates its columns by semicolons"),
-        (b"a\tb\n", "the table separates its columns by tabs"),
-        (b"a|b\n", "the table separates its columns by bars"),
-        (b"a;b,c\n", (["a;b", "c"], [])),
-        (b"a,b,a\n", "the table has the column a twice"),
-        (b"a,b\n1\n", "the table, line 2: b is missing: give every line 2 cells"),
-        (b"a,\n1\n", "the table, line 2: a cell is missing"),
-        (b"a,b\n1,2,3\n", "the table, line 2: 3 cells where the first line has 2"),
-    ],
-)
+@pytest.mark.parametrize(("content", "found"), [
+    (b"a,b\n1,2\n\n \n,\n", (["a", "b"], [(2, {"a": "1", "b": "2"}), (5, {"a": "", "b": ""})])),
+    (b'a\n"1\n2"\n3\n', (["a"], [(3, {"a": "1\n2"}), (4, {"a": "3"})])), (b"", ([], [])),
+    (b"a,,\n1,2,3\n", (["a", "", ""], [(2, {"a": "1", "": "3"})])),
+    (b"\xff\n", "the table is not a CSV file in UTF-8; save it as one"),
+    (b"a\n" + b"x" * 140_000, "the table is not a CSV file in UTF-8"),
+    (b'"a\n', "the table, line 1: a quote is not closed"),
+    (b'a\n"b"c\n', "the table, line 2: a quote is not closed, or text follows it"),
+    (b"a;b\n", "the table separates its columns by semicolons"),
+    (b"a\tb\n", "the table separates its columns by tabs"), (b"a|b\n", "the table separates its columns by bars"),
+    (b"a;b,c\n", (["a;b", "c"], [])), (b"a,b,a\n", "the table has the column a twice"),
+    (b"a,b\n1\n", "the table, line 2: b is missing: give every line 2 cells"),
+    (b"a,\n1\n", "the table, line 2: a cell is missing"),
+    (b"a,b\n1,2,3\n", "the table, line 2: 3 cells where the first line has 2"),
+])  # fmt: skip
 def test_a_tables_lines_are_read_or_refused(tmp_path: Path, content: bytes, found: Any) -> None:
     if isinstance(found, str):
         with pytest.raises(DataError) as caught:
@@ -58,21 +52,15 @@ def test_a_table_that_is_away_is_named(tmp_path: Path) -> None:
         read_lines(tmp_path / "none.csv", "the table")
 
 
-@pytest.mark.parametrize(
-    ("columns", "given", "query", "found"),
-    [
-        (["path", "label", "x"], None, "", None),
-        (["path", "labels", "x"], None, "", (("labels",), True)),
-        (["path", "x", "y"], None, "", (("x", "y"), False)),
-        (["path"], None, "", None),
-        (["path", "label", "x"], "x", "", (("x",), True)),
-        (["path", "label", "x"], None, "columns=x", (("x",), False)),
-        (["path", "x"], "x", "columns=x", "give labels= or columns=, not both"),
-        (["path", "x"], None, "columns=y", "has no column y; choose one of path, x"),
-        (["path", "Label"], None, "", "calls its column|calls a column 'Label'; call it label"),
-        (["path", "x", " "], None, "", "has a column without a name, or give columns="),
-    ],
-)
+@pytest.mark.parametrize(("columns", "given", "query", "found"), [
+    (["path", "label", "x"], None, "", None), (["path", "labels", "x"], None, "", (("labels",), True)),
+    (["path", "x", "y"], None, "", (("x", "y"), False)), (["path"], None, "", None),
+    (["path", "label", "x"], "x", "", (("x",), True)), (["path", "label", "x"], None, "columns=x", (("x",), False)),
+    (["path", "x"], "x", "columns=x", "give labels= or columns=, not both"),
+    (["path", "x"], None, "columns=y", "has no column y; choose one of path, x"),
+    (["path", "Label"], None, "", "calls its column|calls a column 'Label'; call it label"),
+    (["path", "x", " "], None, "", "has a column without a name, or give columns="),
+])  # fmt: skip
 def test_columns_of_labels_are_found(columns: list[str], given: str | None, query: str, found: Any) -> None:
     options = CsvOptions.parse("csv:t", query)
     if isinstance(found, str):
@@ -105,18 +93,13 @@ def test_the_same_file_is_known_whatever_leads_to_it(tmp_path: Path) -> None:
     assert found == [str(tmp_path / "a" / "f")] * 5 + [str(tmp_path / "a" / "g")]
 
 
-@pytest.mark.parametrize(
-    ("name", "beside", "domain"),
-    [
-        (None, [], None),
-        ("ink", ["ink", "oil"], ("ink", "an ink of a {}")),
-        ("Art work", [], ("Art-work", "an Art work of a {}")),
-        ("oil_x", [], ("oil_x", "an oil x of a {}")),
-        ("pen", [], ("pen", "a pen of a {}")),
-        ("a b", ["a b", "a-b"], "the domains 'a b' and 'a-b' would become one, 'a-b'"),
-        ("a b", ["a b", "c d", "c-d"], ("a-b", "an a b of a {}")),
-    ],
-)
+@pytest.mark.parametrize(("name", "beside", "domain"), [
+    (None, [], None), ("ink", ["ink", "oil"], ("ink", "an ink of a {}")),
+    ("Art work", [], ("Art-work", "an Art work of a {}")), ("oil_x", [], ("oil_x", "an oil x of a {}")),
+    ("pen", [], ("pen", "a pen of a {}")),
+    ("a b", ["a b", "a-b"], "the domains 'a b' and 'a-b' would become one, 'a-b'"),
+    ("a b", ["a b", "c d", "c-d"], ("a-b", "an a b of a {}")),
+])  # fmt: skip
 def test_a_domain_is_named_by_its_folder(tmp_path: Path, name: str | None, beside: list[str], domain: Any) -> None:
     if isinstance(domain, str):
         with pytest.raises(DataError, match=domain):
@@ -136,12 +119,11 @@ def test_words_beside_images_are_text(tmp_path: Path) -> None:
             folder._domain("x", file, [])
 
 
-@pytest.mark.parametrize(
-    ("body", "table", "says"),
-    [("", False, "names no folder; write folder:/path"), ("", True, "names no file; write file:/path"),
-     ("none", False, "there is no folder"), ("none", True, "there is no file"), ("f", False, "there is no folder"),
-     (".", True, "is not a readable file")],
-)  # fmt: skip
+@pytest.mark.parametrize(("body", "table", "says"), [
+    ("", False, "names no folder; write folder:/path"), ("", True, "names no file; write file:/path"),
+    ("none", False, "there is no folder"), ("none", True, "there is no file"), ("f", False, "there is no folder"),
+    (".", True, "is not a readable file"),
+])  # fmt: skip
 def test_what_a_uri_names_is_there(tmp_path: Path, body: str, table: bool, says: str) -> None:
     (tmp_path / "f").touch()
     with pytest.raises(DataError, match=says):
@@ -188,18 +170,12 @@ def test_rows_are_spread_over_classes() -> None:
     assert [spread(labels, count) for count in (0, 3, 5, 9)] == [[], [2, 5, 0], [2, 5, 0, 4, 1], [2, 5, 0, 4, 1, 3]]
 
 
-@pytest.mark.parametrize(
-    ("labels", "count", "notes", "copies", "shown", "size"),
-    [
-        ([0, 0, 1], 2, (), (), [0, 2], (152, 92)),
-        ([0, 0, 1], 3, (), (1,), [1, 0, 2], (224, 104)),
-        ([0, 0, 1], 2, (), (1, 2, 0), [1, 0], (152, 104)),
-        ([0, 0, 1], 3, ("z", "y", "y"), (), [1, 2, 0], (224, 104)),
-        ([0] * 14, 14, (), (), list(range(14)), (872, 176)),
-        ([3], 1, (), (), [0], (80, 92)),
-        ([2], 1, (), (), [0], (80, 104)),
-    ],
-)
+@pytest.mark.parametrize(("labels", "count", "notes", "copies", "shown", "size"), [
+    ([0, 0, 1], 2, (), (), [0, 2], (152, 92)), ([0, 0, 1], 3, (), (1,), [1, 0, 2], (224, 104)),
+    ([0, 0, 1], 2, (), (1, 2, 0), [1, 0], (152, 104)), ([0, 0, 1], 3, ("z", "y", "y"), (), [1, 2, 0], (224, 104)),
+    ([0] * 14, 14, (), (), list(range(14)), (872, 176)), ([3], 1, (), (), [0], (80, 92)),
+    ([2], 1, (), (), [0], (80, 104)),
+])  # fmt: skip
 def test_a_sheet_shows_so_many_pictures_of_each_class(
     labels: list[int], count: int, notes: Any, copies: Any, shown: list[int], size: tuple[int, int]
 ) -> None:
@@ -232,21 +208,17 @@ def test_a_group_is_what_the_pattern_captures() -> None:
     assert folder._grouped(listing, SimpleNamespace(group=None)) is listing
 
 
-@pytest.mark.parametrize(
-    ("row", "group", "problem"),
-    [
-        ({"path": "a.png", "label": "x"}, None, None),
-        ({"path": "", "label": "x"}, None, "path and label must not be empty"),
-        ({"path": "a.png", "label": ""}, None, "path and label must not be empty"),
-        ({"path": "b\\c.png", "label": "x"}, None, "there is no image b\\c.png; write / between folders"),
-        ({"path": "d\\e.png", "label": "x"}, None, None),
-        ({"path": "gone.png", "label": "x"}, None, None),
-        ({"path": "a.png", "label": "x", "split": "dev"}, None, "the split is dev, not train or test"),
-        ({"path": "a.png", "label": "x", "split": "test"}, None, None),
-        ({"path": "a.png", "label": "x", "g": ""}, "g", "the group (g) must not be empty"),
-        ({"path": "a.png", "label": "x", "g": "1"}, "g", None),
-    ],
-)
+@pytest.mark.parametrize(("row", "group", "problem"), [
+    ({"path": "a.png", "label": "x"}, None, None),
+    ({"path": "", "label": "x"}, None, "path and label must not be empty"),
+    ({"path": "a.png", "label": ""}, None, "path and label must not be empty"),
+    ({"path": "b\\c.png", "label": "x"}, None, "there is no image b\\c.png; write / between folders"),
+    ({"path": "d\\e.png", "label": "x"}, None, None), ({"path": "gone.png", "label": "x"}, None, None),
+    ({"path": "a.png", "label": "x", "split": "dev"}, None, "the split is dev, not train or test"),
+    ({"path": "a.png", "label": "x", "split": "test"}, None, None),
+    ({"path": "a.png", "label": "x", "g": ""}, "g", "the group (g) must not be empty"),
+    ({"path": "a.png", "label": "x", "g": "1"}, "g", None),
+])  # fmt: skip
 def test_a_row_of_a_table_has_what_it_needs(
     tmp_path: Path, row: dict[str, str], group: str | None, problem: str | None
 ) -> None:
@@ -256,16 +228,13 @@ def test_a_row_of_a_table_has_what_it_needs(
     assert found == ([] if problem is None else [f"{tmp_path}/t, line 4: {problem}."])
 
 
-@pytest.mark.parametrize(
-    ("splits", "role", "says"),
-    [
-        (["train", "test"], "trainer", None), ([None, None], "trainer", None), (["test"], "evaluator", None),
-        (["test"], "trainer", "has only the split test; give train and test, or no split. Evaluators need --role"),
-        (["train"], "trainer", "has only the split train; give train and test, or no split.$"),
-        ([None, "train"], "trainer", "leaves the split of some images empty"),
-        ([], "trainer", "has no image of the domain"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("splits", "role", "says"), [
+    (["train", "test"], "trainer", None), ([None, None], "trainer", None), (["test"], "evaluator", None),
+    (["test"], "trainer", "has only the split test; give train and test, or no split. Evaluators need --role"),
+    (["train"], "trainer", "has only the split train; give train and test, or no split.$"),
+    ([None, "train"], "trainer", "leaves the split of some images empty"),
+    ([], "trainer", "has no image of the domain"),
+])  # fmt: skip
 def test_splits_are_given_for_all_or_for_none(splits: list[str | None], role: Any, says: str | None) -> None:
     items, options = [item("a", split) for split in splits], FolderOptions(uri="x:", role=role)
     if says is None:

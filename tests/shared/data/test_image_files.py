@@ -12,30 +12,15 @@ from promptfed.shared.data import image_files
 DICOM = b"\x00" * 128 + b"DICM"
 
 
-@pytest.mark.parametrize(
-    ("name", "head", "kind"),
-    [
-        ("a.svg", b"<?xml version='1.0'?>", "SVG"),
-        ("a.svgz", b"\x1f\x8b\x08", "SVG"),
-        ("a.svg", b"<!DOCTYPE svg>", "SVG"),
-        ("a.txt", b"<?xml version='1.0'?>", None),
-        ("a.txt", b"<?xml?><svg xmlns=", "SVG"),
-        ("a.svg", b"nothing of the kind", None),
-        ("a", b"\0\0\0\x1cftypavif", "AVIF"),
-        ("a", b"\0\0\0\x1cftypavis", "AVIF"),
-        ("a", b"\0\0\0\x1cftypheic", "HEIC"),
-        ("a", b"\0\0\0\x1cftypmif1", "HEIC"),
-        ("a.heic", b"\0\0\0\x1cftypmp42", None),
-        ("a", DICOM, "DICOM"),
-        ("a", DICOM[1:], None),
-        ("a", b"%PDF-1.7", "PDF"),
-        ("a", b" %PDF-1.7", None),
-        ("a", b"8BPS", "PSD"),
-        ("a", b"\x00\x00\x01\x00", "ICO"),
-        ("a.NEF", b"II*\x00", "a camera's raw format"),
-        ("a.tif", b"II*\x00", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "head", "kind"), [
+    ("a.svg", b"<?xml version='1.0'?>", "SVG"), ("a.svgz", b"\x1f\x8b\x08", "SVG"),
+    ("a.svg", b"<!DOCTYPE svg>", "SVG"), ("a.txt", b"<?xml version='1.0'?>", None),
+    ("a.txt", b"<?xml?><svg xmlns=", "SVG"), ("a.svg", b"nothing of the kind", None),
+    ("a", b"\0\0\0\x1cftypavif", "AVIF"), ("a", b"\0\0\0\x1cftypavis", "AVIF"), ("a", b"\0\0\0\x1cftypheic", "HEIC"),
+    ("a", b"\0\0\0\x1cftypmif1", "HEIC"), ("a.heic", b"\0\0\0\x1cftypmp42", None), ("a", DICOM, "DICOM"),
+    ("a", DICOM[1:], None), ("a", b"%PDF-1.7", "PDF"), ("a", b" %PDF-1.7", None), ("a", b"8BPS", "PSD"),
+    ("a", b"\x00\x00\x01\x00", "ICO"), ("a.NEF", b"II*\x00", "a camera's raw format"), ("a.tif", b"II*\x00", None),
+])  # fmt: skip
 def test_a_file_is_known_by_its_first_bytes(tmp_path: Path, name: str, head: bytes, kind: str | None) -> None:
     (tmp_path / name).write_bytes(head)
     assert image_files._kind(tmp_path / name) == kind

@@ -45,16 +45,11 @@ def shades(uri: str) -> list[list[int]]:
     return [[np.asarray(part.image(row))[0, 0, 0] for row in range(len(part))] for part in (source.train, source.test)]
 
 
-@pytest.mark.parametrize(
-    ("splits", "query", "parts"),
-    [
-        ({"train": 0, "validation": 1, "test": 2}, "", [0, 2]),
-        ({"train": 0, "validation": 1}, "", [0, 1]),
-        ({"train": 0, "validation": 1, "test": 2}, "?test=validation&train=test", [2, 1]),
-        ({"train": 0, "other": 1}, "", None),
-        (None, "", None),
-    ],
-)
+@pytest.mark.parametrize(("splits", "query", "parts"), [
+    ({"train": 0, "validation": 1, "test": 2}, "", [0, 2]), ({"train": 0, "validation": 1}, "", [0, 1]),
+    ({"train": 0, "validation": 1, "test": 2}, "?test=validation&train=test", [2, 1]),
+    ({"train": 0, "other": 1}, "", None), (None, "", None),
+])  # fmt: skip
 def test_the_splits_of_a_hub(hub: Hub, splits: dict[str, int] | None, query: str, parts: list[int] | None) -> None:
     """Without a test split the training images are divided."""
     own = [10 * k for k in range(10)]
@@ -69,21 +64,18 @@ def test_the_splits_of_a_hub(hub: Hub, splits: dict[str, int] | None, query: str
     assert open_source("hf:owner/name").class_names == ("red fox", "owl")
 
 
-@pytest.mark.parametrize(
-    ("loaded", "query", "says"),
-    [
-        ({"train": rows([1, 2])}, "?test=none", "has no split none; it has train"),
-        ({"train": rows([1, 2])}, "?train=none", "has no split none; it has train"),
-        (rows([1, 2]), "?image=id", "image=id is no column of Image; those are ['picture']"),
-        (rows([1, 2]), "?label=picture", "label=picture is no column of ClassLabel; those are ['kind']"),
-        (rows([1, 2], [0, -1]), "", "some images have no label; choose a labelled split"),
-        (rows([1, 2], [0, 2]), "", "some images have no label"),
-        (rows([1, 2], names=("red_fox", "red fox")), "", "would become one, 'red fox'"),
-        (Rows({"a": ImageKind(), "b": ImageKind(), "c": ClassLabel(("x",))}, []), "", "of Image are ['a', 'b']; name"),
-        (Rows({"a": ImageKind()}, []), "", "columns of ClassLabel are none; name one with label="),
-        (rows([1, 2]), "?colour=red", "unknown option colour"),
-    ],
-)
+@pytest.mark.parametrize(("loaded", "query", "says"), [
+    ({"train": rows([1, 2])}, "?test=none", "has no split none; it has train"),
+    ({"train": rows([1, 2])}, "?train=none", "has no split none; it has train"),
+    (rows([1, 2]), "?image=id", "image=id is no column of Image; those are ['picture']"),
+    (rows([1, 2]), "?label=picture", "label=picture is no column of ClassLabel; those are ['kind']"),
+    (rows([1, 2], [0, -1]), "", "some images have no label; choose a labelled split"),
+    (rows([1, 2], [0, 2]), "", "some images have no label"),
+    (rows([1, 2], names=("red_fox", "red fox")), "", "would become one, 'red fox'"),
+    (Rows({"a": ImageKind(), "b": ImageKind(), "c": ClassLabel(("x",))}, []), "", "of Image are ['a', 'b']; name"),
+    (Rows({"a": ImageKind()}, []), "", "columns of ClassLabel are none; name one with label="),
+    (rows([1, 2]), "?colour=red", "unknown option colour"),
+])  # fmt: skip
 def test_what_a_hub_has_not_is_refused(hub: Hub, loaded: Any, query: str, says: str) -> None:
     hub(loaded)
     assert says in refused(f"hf:owner/name{query}")
@@ -158,18 +150,12 @@ class Listed:
         return self.rows[row]
 
 
-@pytest.mark.parametrize(
-    ("own", "labels"),
-    [
-        (Listed([9, 9], targets=[1, 0]), [1, 0]),
-        (Listed([9, 9], targets=[1], labels=np.array([[0], [1]])), [0, 1]),
-        (Listed([9, 9], targets=None, y=[1, 1]), [1, 1]),
-        (Listed([9, 9], samples=[("a", 2), ("b", "0")]), [2, 0]),
-        (Listed([9, 9], samples=[("a", 2)], imgs=[("a", 0), ("b", 1)]), [0, 1]),
-        (Listed([1, 0]), [1, 0]),
-        (Listed([1, {"box": 2}]), None),
-    ],
-)
+@pytest.mark.parametrize(("own", "labels"), [
+    (Listed([9, 9], targets=[1, 0]), [1, 0]), (Listed([9, 9], targets=[1], labels=np.array([[0], [1]])), [0, 1]),
+    (Listed([9, 9], targets=None, y=[1, 1]), [1, 1]), (Listed([9, 9], samples=[("a", 2), ("b", "0")]), [2, 0]),
+    (Listed([9, 9], samples=[("a", 2)], imgs=[("a", 0), ("b", 1)]), [0, 1]), (Listed([1, 0]), [1, 0]),
+    (Listed([1, {"box": 2}]), None),
+])  # fmt: skip
 def test_labels_are_found_where_a_library_has_them(own: Listed, labels: list[int] | None) -> None:
     if labels is None:
         with pytest.raises(DataError, match="torchvision's X has no class for each image"):
@@ -178,19 +164,16 @@ def test_labels_are_found_where_a_library_has_them(own: Listed, labels: list[int
         assert public_sets._labels("X", own).tolist() == labels
 
 
-@pytest.mark.parametrize(
-    ("name", "own", "names"),
-    [
-        ("SVHN", {}, tuple("0123456789")),
-        ("EuroSAT", {"classes": ["AnnualCrop", "SeaLake"]}, ("Annual Crop", "Sea Lake")),
-        ("X", {"classes": ["AnnualCrop"]}, ("AnnualCrop",)),
-        ("MNIST", {"classes": ["0 - zero", "1 - one"]}, ("zero", "one")),
-        ("X", {"classes": None, "categories": ["polka/dotted", "x_y", ("a", "b")]}, ("polka dotted", "x y", "a")),
-        ("X", {"classes": ["crane", "owl", "crane", "crane"]}, ("crane", "owl", "crane 2", "crane 3")),
-        ("X", {}, "torchvision's X names no classes"),
-        ("X", {"classes": ["a_b", "a b"]}, "the classes .* would become one, 'a b'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "own", "names"), [
+    ("SVHN", {}, tuple("0123456789")),
+    ("EuroSAT", {"classes": ["AnnualCrop", "SeaLake"]}, ("Annual Crop", "Sea Lake")),
+    ("X", {"classes": ["AnnualCrop"]}, ("AnnualCrop",)),
+    ("MNIST", {"classes": ["0 - zero", "1 - one"]}, ("zero", "one")),
+    ("X", {"classes": None, "categories": ["polka/dotted", "x_y", ("a", "b")]}, ("polka dotted", "x y", "a")),
+    ("X", {"classes": ["crane", "owl", "crane", "crane"]}, ("crane", "owl", "crane 2", "crane 3")),
+    ("X", {}, "torchvision's X names no classes"),
+    ("X", {"classes": ["a_b", "a b"]}, "the classes .* would become one, 'a b'"),
+])  # fmt: skip
 def test_class_names_are_words(name: str, own: dict[str, Any], names: Any) -> None:
     if isinstance(names, str):
         with pytest.raises(DataError, match=names):

@@ -78,22 +78,16 @@ def test_parts_are_joined_with_their_groups_and_digests() -> None:
     assert joined(first, split(3)).groups is None
 
 
-@pytest.mark.parametrize(
-    ("scales", "given", "found"),
-    [
-        ([None, (0, 255), (0, 255)], None, (0, 255)),
-        ([None], None, None),
-        ([None], (12.0,), "grey= is for grey pictures of more than 8 bits, and there is none"),
-        ([(0, 4095)], (12.0,), (0, 4095)),
-        ([(0, 65535)], (16.0,), (0, 65535)),
-        ([(0, 65535)], (17.0,), "grey=17 is no number of bits of whole numbers, which is 1 to 16"),
-        ([(0, 1.5)], (1.5,), (0, 1.5)),
-        ([(-1, 3)], (-1.0, 3.0), (-1, 3)),
-        ([(0, 1)] * 2 + [(0, 2)], None, "2 files as 0 to 1, 1 as 0 to 2; say it"),
-        ([(0, n) for n in range(2, 7)], None, "1 as 2 bits, 1 as 0 to 4, 1 as 0 to 5, 1 as 0 to 6; say it"),
-        ([(0, n) for n in range(2, 8)], None, "1 as 0 to 6, and 1 further scale; say it"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("scales", "given", "found"), [
+    ([None, (0, 255), (0, 255)], None, (0, 255)), ([None], None, None),
+    ([None], (12.0,), "grey= is for grey pictures of more than 8 bits, and there is none"),
+    ([(0, 4095)], (12.0,), (0, 4095)), ([(0, 65535)], (16.0,), (0, 65535)),
+    ([(0, 65535)], (17.0,), "grey=17 is no number of bits of whole numbers, which is 1 to 16"),
+    ([(0, 1.5)], (1.5,), (0, 1.5)), ([(-1, 3)], (-1.0, 3.0), (-1, 3)),
+    ([(0, 1)] * 2 + [(0, 2)], None, "2 files as 0 to 1, 1 as 0 to 2; say it"),
+    ([(0, n) for n in range(2, 7)], None, "1 as 2 bits, 1 as 0 to 4, 1 as 0 to 5, 1 as 0 to 6; say it"),
+    ([(0, n) for n in range(2, 8)], None, "1 as 0 to 6, and 1 further scale; say it"),
+])  # fmt: skip
 def test_grey_pictures_have_one_scale(scales: list[Any], given: Any, found: Any) -> None:
     if isinstance(found, str):
         with pytest.raises(DataError) as caught:
@@ -139,20 +133,13 @@ FACTS, WHOLE = b'{"facts": {"frames": 2}}\n', b'{"mode": "L", "size": [2, 1], "b
 LOST = "reading it ended the process that reads; it needs too much memory, or is damaged"
 
 
-@pytest.mark.parametrize(
-    ("answers", "into", "error", "started"),
-    [
-        ([FACTS], None, None, 1),
-        ([WHOLE], None, None, 1),
-        ([b"", WHOLE], None, None, 2),
-        ([WHOLE[:-1], WHOLE], None, None, 2),
-        ([b"", b""], None, LOST, 2),
-        ([b'{"error": "its words"}\n'], None, "its words", 1),
-        ([b'{"bytes": 3}\nabc'], 3, None, 1),
-        ([b'{"bytes": 3}\nabc'], 4, "3 bytes of pixels came where 4 were asked for", 1),
-        ([b'{"error": "its words"}\n'], 4, "its words", 1),
-    ],
-)
+@pytest.mark.parametrize(("answers", "into", "error", "started"), [
+    ([FACTS], None, None, 1), ([WHOLE], None, None, 1), ([b"", WHOLE], None, None, 2),
+    ([WHOLE[:-1], WHOLE], None, None, 2), ([b"", b""], None, LOST, 2),
+    ([b'{"error": "its words"}\n'], None, "its words", 1), ([b'{"bytes": 3}\nabc'], 3, None, 1),
+    ([b'{"bytes": 3}\nabc'], 4, "3 bytes of pixels came where 4 were asked for", 1),
+    ([b'{"error": "its words"}\n'], 4, "its words", 1),
+])  # fmt: skip
 def test_a_child_that_ends_is_asked_once_more(
     monkeypatch: pytest.MonkeyPatch, answers: list[bytes], into: int | None, error: str | None, started: int
 ) -> None:

@@ -179,20 +179,12 @@ def test_requests_ahead_are_answered_in_their_order() -> None:
     assert seconds is None
 
 
-@pytest.mark.parametrize(
-    ("parts", "app", "seconds"),
-    [
-        ([], answering, 100),
-        ([GET], answering, 100),
-        ([GET + b"\r\n"], answering, None),
-        ([GET + b"\r\n"], waiting, None),
-        ([GET + b"\r\n", GET], answering, 100),
-        ([GET + b"\r\n", GET], waiting, None),
-        ([POST + b"Content-Length: 2\r\n\r\na"], answering, None),
-        ([POST + b"Content-Length: 2\r\n\r\na"], refusing, 200),
-        ([POST + b"Content-Length: 2\r\n\r\na", b"b"], refusing, None),
-    ],
-)
+@pytest.mark.parametrize(("parts", "app", "seconds"), [
+    ([], answering, 100), ([GET], answering, 100), ([GET + b"\r\n"], answering, None),
+    ([GET + b"\r\n"], waiting, None), ([GET + b"\r\n", GET], answering, 100), ([GET + b"\r\n", GET], waiting, None),
+    ([POST + b"Content-Length: 2\r\n\r\na"], answering, None), ([POST + b"Content-Length: 2\r\n\r\na"], refusing, 200),
+    ([POST + b"Content-Length: 2\r\n\r\na", b"b"], refusing, None),
+])  # fmt: skip
 def test_time_runs_for_a_head_and_for_a_body_that_nobody_reads(
     monkeypatch: pytest.MonkeyPatch, parts: list[bytes], app: App, seconds: int | None
 ) -> None:

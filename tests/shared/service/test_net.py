@@ -20,17 +20,12 @@ def test_a_proxy_has_a_host_and_a_port(url: str) -> None:
     assert parts.port in (1, 65535)
 
 
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("socks5://u:secret@h:1", "the proxy socks5://h:1 speaks SOCKS, which"),
-        ("ftp://u:secret@h:1", "the proxy ftp://h:1 cannot be used: write http://HOST:PORT"),
-        ("http://u:secret@h", "the proxy http://h cannot be used"),
-        ("http://:1", "the proxy http://:1 cannot be used"),
-        ("h:70000", "the proxy http://h:70000 cannot be used"),
-        ("h:port", "the proxy http://h:port cannot be used"),
-    ],
-)
+@pytest.mark.parametrize(("url", "words"), [
+    ("socks5://u:secret@h:1", "the proxy socks5://h:1 speaks SOCKS, which"),
+    ("ftp://u:secret@h:1", "the proxy ftp://h:1 cannot be used: write http://HOST:PORT"),
+    ("http://u:secret@h", "the proxy http://h cannot be used"), ("http://:1", "the proxy http://:1 cannot be used"),
+    ("h:70000", "the proxy http://h:70000 cannot be used"), ("h:port", "the proxy http://h:port cannot be used"),
+])  # fmt: skip
 def test_any_other_is_named_without_its_password(url: str, words: str) -> None:
     with pytest.raises(ValueError, match="proxy") as caught:
         proxy_parts(url)
@@ -38,11 +33,10 @@ def test_any_other_is_named_without_its_password(url: str, words: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [(399, None), (400, "refuses to connect to a (400)"), (407, "wants a login before it connects to a"),
-     (499, "refuses to connect to a (499)"), (500, None), (0, None)],
-)  # fmt: skip
+@pytest.mark.parametrize(("status", "words"), [
+    (399, None), (400, "refuses to connect to a (400)"), (407, "wants a login before it connects to a"),
+    (499, "refuses to connect to a (499)"), (500, None), (0, None),
+])  # fmt: skip
 def test_a_proxys_refusal_may_pass_or_not(status: int, words: str | None) -> None:
     said = refused_by_proxy(status, "a")
     assert (said is None) if words is None else (words in (said or ""))
@@ -50,16 +44,11 @@ def test_a_proxys_refusal_may_pass_or_not(status: int, words: str | None) -> Non
     assert explained(httpx.ProxyError("Because"), "a") is None
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (net.EXPIRED, "has expired"),
-        (net.NOT_YET_VALID, "is not valid yet"),
-        (net.OTHER_HOST, "is for another host name"),
-        (net.OTHER_ADDRESS, "is for another host name"),
-        (18, "is not signed by an authority that this machine trusts: give the authority's certificate with --ca-file"),
-    ],
-)
+@pytest.mark.parametrize(("code", "words"), [
+    (net.EXPIRED, "has expired"), (net.NOT_YET_VALID, "is not valid yet"),
+    (net.OTHER_HOST, "is for another host name"), (net.OTHER_ADDRESS, "is for another host name"),
+    (18, "is not signed by an authority that this machine trusts: give the authority's certificate with --ca-file"),
+])  # fmt: skip
 def test_a_certificate_is_refused_for_its_reason(code: int, words: str) -> None:
     refusal = ssl.SSLCertVerificationError("no")
     refusal.verify_code = code
@@ -97,21 +86,15 @@ def test_only_a_broken_answer_of_plain_http_is_looked_into(monkeypatch: pytest.M
     assert explained(httpx.ReadError("x"), "http://a:1") == "http://a:1 speaks TLS: use https://a:1"
 
 
-@pytest.mark.parametrize(
-    ("coordinators", "proxy", "environment", "found"),
-    [
-        ("http://127.0.0.1:1", None, {"http": "socks5://h:1"}, (False, None)),
-        ("http://127.0.0.1:1,http://a", None, {"http": "http://h:1"}, (True, None)),
-        ("http://a", None, {"http": "socks5://h:1"}, "speaks SOCKS"),
-        ("http://a", None, {"https": "h"}, "cannot be used"),
-        ("http://a", None, {"all": "h"}, "cannot be used"),
-        ("http://a", None, {"ftp": "h"}, (True, None)),
-        ("http://a", net.NO_PROXY, {"http": "h"}, (False, None)),
-        ("http://a", "https://u:p@h:1", {}, (False, "https://h:1")),
-        ("http://127.0.0.1:1", "h:1", {}, (False, "http://h:1")),
-        ("http://a", "socks5://h:1", {}, "speaks SOCKS"),
-    ],
-)
+@pytest.mark.parametrize(("coordinators", "proxy", "environment", "found"), [
+    ("http://127.0.0.1:1", None, {"http": "socks5://h:1"}, (False, None)),
+    ("http://127.0.0.1:1,http://a", None, {"http": "http://h:1"}, (True, None)),
+    ("http://a", None, {"http": "socks5://h:1"}, "speaks SOCKS"), ("http://a", None, {"https": "h"}, "cannot be used"),
+    ("http://a", None, {"all": "h"}, "cannot be used"), ("http://a", None, {"ftp": "h"}, (True, None)),
+    ("http://a", net.NO_PROXY, {"http": "h"}, (False, None)),
+    ("http://a", "https://u:p@h:1", {}, (False, "https://h:1")),
+    ("http://127.0.0.1:1", "h:1", {}, (False, "http://h:1")), ("http://a", "socks5://h:1", {}, "speaks SOCKS"),
+])  # fmt: skip
 def test_a_proxy_is_the_given_one_or_the_environments(
     monkeypatch: pytest.MonkeyPatch, coordinators: str, proxy: str | None, environment: dict[str, str], found: Any
 ) -> None:

@@ -53,18 +53,11 @@ def test_a_start_with_another_uvicorn_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        (None, ""),
-        ("a (default: null)", "a"),
-        ("a (default: False)", "a"),
-        ("a (default: [])", "a"),
-        ("a (default: 1)", "a (default: 1)"),
-        ("a (required)", "a (required)"),
-        ("a; default: that of b (required)", "a; default: that of b"),
-    ],
-)
+@pytest.mark.parametrize(("text", "shown"), [
+    (None, ""), ("a (default: null)", "a"), ("a (default: False)", "a"), ("a (default: [])", "a"),
+    ("a (default: 1)", "a (default: 1)"), ("a (required)", "a (required)"),
+    ("a; default: that of b (required)", "a; default: that of b"),
+])  # fmt: skip
 def test_help_says_a_default_once(text: str | None, shown: str) -> None:
     action = argparse.Action(["--a"], "a", help=text)
     assert SettingsHelp("x")._get_help_string(action) == shown

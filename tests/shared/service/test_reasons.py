@@ -40,21 +40,14 @@ class Model(BaseModel, extra="forbid"):
 NAME = "name: use letters, digits and . _ - without spaces, at most 64, and begin with a letter or digit"
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"name": "a b"}, NAME),
-        ({"code": "y"}, "code: must match pattern '^x$'"),
-        ({"text": ""}, "text: must not be empty"),
-        ({"pair": "a"}, "pair: must have at least 2 characters"),
-        ({"other": 1}, "other: is not known here; check its spelling"),
-        ({"inner": 3}, "inner: must be a mapping, such as {key: value}"),
-        ({"inner": {"size": "x"}}, "inner.size: must be a valid integer"),
-        ({"share": 0}, "share: must be greater than 0"),
-        ({"even": 1}, "even: must be even"),
-        ([], "(body): must be a mapping, such as {key: value}"),
-    ],
-)
+@pytest.mark.parametrize(("given", "words"), [
+    ({"name": "a b"}, NAME), ({"code": "y"}, "code: must match pattern '^x$'"),
+    ({"text": ""}, "text: must not be empty"), ({"pair": "a"}, "pair: must have at least 2 characters"),
+    ({"other": 1}, "other: is not known here; check its spelling"),
+    ({"inner": 3}, "inner: must be a mapping, such as {key: value}"),
+    ({"inner": {"size": "x"}}, "inner.size: must be a valid integer"), ({"share": 0}, "share: must be greater than 0"),
+    ({"even": 1}, "even: must be even"), ([], "(body): must be a mapping, such as {key: value}"),
+])  # fmt: skip
 def test_an_error_says_where_and_what(given: object, words: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Model.model_validate(given)
@@ -105,49 +98,37 @@ UNWRITABLE = UnicodeEncodeError("latin-1", "a\u2603b", 1, 2, "x")
 FULL, TEMPORARY = os.strerror(errno.ENOSPC), "No usable temporary directory found in ['/tmp']"
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (json.JSONDecodeError("x", "a\nb", 2), "line 2 is not JSON"),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), NOT_TEXT),
-        (tls(ssl.SSLCertVerificationError, verify_message="self-signed"), "self-signed"),
-        (tls(ssl.SSLError, reason="WRONG_VERSION_NUMBER"), "wrong version number"),
-        (tls(ssl.SSLError), "it holds no PEM certificate and key; give one that does"),
-        (socket.gaierror(-2, "x"), "no host has this name"),
-        (OSError(errno.ENOSPC, FULL), "the disk is full; free some space, or give another place"),
-        (OSError(errno.ENOSPC, "12 bytes are missing"), "12 bytes are missing"),
-        (OSError(errno.ENOSPC, None), "the disk is full; free some space, or give another place"),
-        (OSError(errno.ENOENT, TEMPORARY), NO_TMP),
-        (OSError(errno.EDOM, "x"), os.strerror(errno.EDOM).lower()),
-        (OSError("our own"), "our own"),
-        (ProxyError("407 Login"), "the proxy answers 407 Login"),
-        (ReadTimeout(""), "no answer in time"),
-        (ReadTimeout("late"), "late"),
-        (ValueError(""), "the connection was cut"),
-        (ValueError("[SSL: X] a \n b (_ssl.c:1)"), "a b"),
-        (REFUSED, "nothing listens there; check the address"),
-        (ValueError("outer", PermissionError(errno.EACCES, "x")), DENIED),
-        (raised(ValueError("outer"), OSError(errno.EISDIR, "x")), "it is a folder; name a file"),
-        (raised(ValueError("outer"), OSError(errno.EISDIR, "x"), hidden=True), "outer"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "words"), [
+    (json.JSONDecodeError("x", "a\nb", 2), "line 2 is not JSON"),
+    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), NOT_TEXT),
+    (tls(ssl.SSLCertVerificationError, verify_message="self-signed"), "self-signed"),
+    (tls(ssl.SSLError, reason="WRONG_VERSION_NUMBER"), "wrong version number"),
+    (tls(ssl.SSLError), "it holds no PEM certificate and key; give one that does"),
+    (socket.gaierror(-2, "x"), "no host has this name"),
+    (OSError(errno.ENOSPC, FULL), "the disk is full; free some space, or give another place"),
+    (OSError(errno.ENOSPC, "12 bytes are missing"), "12 bytes are missing"),
+    (OSError(errno.ENOSPC, None), "the disk is full; free some space, or give another place"),
+    (OSError(errno.ENOENT, TEMPORARY), NO_TMP), (OSError(errno.EDOM, "x"), os.strerror(errno.EDOM).lower()),
+    (OSError("our own"), "our own"), (ProxyError("407 Login"), "the proxy answers 407 Login"),
+    (ReadTimeout(""), "no answer in time"), (ReadTimeout("late"), "late"), (ValueError(""), "the connection was cut"),
+    (ValueError("[SSL: X] a \n b (_ssl.c:1)"), "a b"), (REFUSED, "nothing listens there; check the address"),
+    (ValueError("outer", PermissionError(errno.EACCES, "x")), DENIED),
+    (raised(ValueError("outer"), OSError(errno.EISDIR, "x")), "it is a folder; name a file"),
+    (raised(ValueError("outer"), OSError(errno.EISDIR, "x"), hidden=True), "outer"),
+])  # fmt: skip
 def test_an_error_has_a_reason_in_words(error: BaseException, words: str) -> None:
     assert why(error) == words
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (OSError(errno.EISDIR, "x", "/a"), "/a cannot be used: it is a folder; name a file"),
-        (ExceptionGroup("all", [OSError(errno.EISDIR, "x"), ValueError()]), "it is a folder; name a file"),
-        (UNWRITABLE, "'\\u2603' cannot be written in latin-1: set PYTHONIOENCODING"),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), NOT_TEXT),
-        (RecursionError(), NESTED),
-        (sqlite3.OperationalError("database or disk is full"), "the database cannot be used: the disk is full; free"),
-        (sqlite3.OperationalError("no such\n table"), "the database cannot be used: no such table"),
-        (ValueError("x"), None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "words"), [
+    (OSError(errno.EISDIR, "x", "/a"), "/a cannot be used: it is a folder; name a file"),
+    (ExceptionGroup("all", [OSError(errno.EISDIR, "x"), ValueError()]), "it is a folder; name a file"),
+    (UNWRITABLE, "'\\u2603' cannot be written in latin-1: set PYTHONIOENCODING"),
+    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), NOT_TEXT), (RecursionError(), NESTED),
+    (sqlite3.OperationalError("database or disk is full"), "the database cannot be used: the disk is full; free"),
+    (sqlite3.OperationalError("no such\n table"), "the database cannot be used: no such table"),
+    (ValueError("x"), None),
+])  # fmt: skip
 def test_errors_of_the_surroundings_are_one_line(error: BaseException, words: str | None) -> None:
     said = of_surroundings(error)
     assert (said is None) if words is None else (said or "").startswith(words)

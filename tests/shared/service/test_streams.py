@@ -37,14 +37,10 @@ def test_a_command_succeeds_as_with_dev_null(way: str, tmp_path: Path, monkeypat
     assert ended("promptfed", "methods", way=way, cwd=tmp_path) == (Exit.OK, "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (("promptfed.client_service", "--help"), Exit.OK),
-        (("promptfed.client_service", "--state-dir", "."), Exit.USAGE),
-        (("promptfed.coordinator", "--tls-cert", "no"), Exit.USAGE),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code"), [
+    (("promptfed.client_service", "--help"), Exit.OK), (("promptfed.client_service", "--state-dir", "."), Exit.USAGE),
+    (("promptfed.coordinator", "--tls-cert", "no"), Exit.USAGE),
+])  # fmt: skip
 def test_services_end_with_their_own_codes(arguments: tuple[str, ...], code: int, tmp_path: Path) -> None:
     way = "<&- >&- 2>&-" if code else "2>&1 | true"
     assert ended(*arguments, way=way, cwd=tmp_path) == (code, "")

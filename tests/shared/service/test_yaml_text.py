@@ -15,15 +15,12 @@ from promptfed.shared.service.yaml_text import MOST_NESTED, MOST_PARTS, read_map
 NESTED, QUOTES = "nested too deeply", "put a text in quotes"
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("a: 190:20:30.15", QUOTES), ("a: 1:20", QUOTES), (f"a: {'9' * 400}:0.5", QUOTES),
-        ("a: " + ":".join(["1"] * 40_000), QUOTES), ("a: 2001-13-45", QUOTES), ('{"a": "\\ud800"}', "is no letter"),
-        ('a: ["\\ud800"]', ""), ("[" * 300 + "]" * 300, NESTED), ("a: " + "- " * 300, ""),
-        ("a: " + "[" * 300 + "]" * 300, NESTED), ("- " * 100_000, NESTED), ("[" * 100_000, NESTED),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "told"), [
+    ("a: 190:20:30.15", QUOTES), ("a: 1:20", QUOTES), (f"a: {'9' * 400}:0.5", QUOTES),
+    ("a: " + ":".join(["1"] * 40_000), QUOTES), ("a: 2001-13-45", QUOTES), ('{"a": "\\ud800"}', "is no letter"),
+    ('a: ["\\ud800"]', ""), ("[" * 300 + "]" * 300, NESTED), ("a: " + "- " * 300, ""),
+    ("a: " + "[" * 300 + "]" * 300, NESTED), ("- " * 100_000, NESTED), ("[" * 100_000, NESTED),
+])  # fmt: skip
 def test_what_is_no_plain_value_is_refused_in_one_line(text: str, told: str) -> None:
     start = time.process_time()
     with pytest.raises(yaml.YAMLError) as refused:

@@ -82,18 +82,14 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(
-    ("tensor", "device", "dtype", "ways"),
-    [
-        (Sent(), CPU, None, [(CPU, None, False)]),
-        (Sent(device=GPU), GPU, torch.half, [(GPU, torch.half, False)]),
-        (Sent(), GPU, None, ["contiguous", "pinned", (GPU, True)]),
-        (Sent(pinned=True), GPU, torch.half, [(GPU, True), (torch.half, False)]),
-        (Sent(transfer.LARGE - 1, pinned=True), GPU, None, [(GPU, True)]),
-        (Sent(transfer.LARGE, pinned=True), GPU, None, [(GPU, True), "kept for usual"]),
-        (Sent(transfer.LARGE, pinned=True), OTHER, None, [(OTHER, True)]),
-    ],
-)
+@pytest.mark.parametrize(("tensor", "device", "dtype", "ways"), [
+    (Sent(), CPU, None, [(CPU, None, False)]), (Sent(device=GPU), GPU, torch.half, [(GPU, torch.half, False)]),
+    (Sent(), GPU, None, ["contiguous", "pinned", (GPU, True)]),
+    (Sent(pinned=True), GPU, torch.half, [(GPU, True), (torch.half, False)]),
+    (Sent(transfer.LARGE - 1, pinned=True), GPU, None, [(GPU, True)]),
+    (Sent(transfer.LARGE, pinned=True), GPU, None, [(GPU, True), "kept for usual"]),
+    (Sent(transfer.LARGE, pinned=True), OTHER, None, [(OTHER, True)]),
+])  # fmt: skip
 def test_a_copy_to_a_device_is_not_waited_for(
     stream: list[str], tensor: Sent, device: torch.device, dtype: Any, ways: list[Any]
 ) -> None:
@@ -188,21 +184,15 @@ def test_steps_that_differ_or_fail_are_not_recorded(
         assert reason in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("made", "given", "found"),
-    [
-        (lambda a: arrays.softmax(a, 1), [[0.0, 0.0], [1.0, 1.0]], [[0.5, 0.5], [0.5, 0.5]]),
-        (lambda a: arrays.softmax(a * 1000, 0), [[0.0, 2.0], [1.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]),
-        (arrays.relu, [[-1.0, 2.0]], [[0.0, 2.0]]),
-        (arrays.lengths, [[3.0, 4.0], [0.0, 0.0]], [5.0, 0.0]),
-        (lambda a: arrays.argsort(a, 1), [[2.0, 1.0, 1.0]], [[1, 2, 0]]),
-        (arrays.argsort, [[2.0], [1.0]], [[1], [0]]),
-        (arrays.cholesky, [[4.0, 0.0], [0.0, 9.0]], [[2.0, 0.0], [0.0, 3.0]]),
-        (arrays.cholesky, [[1.0, 2.0], [2.0, 1.0]], None),
-        (lambda a: arrays.take_along(a, a.argsort(1), 1), [[2.0, 1.0]], [[1.0, 2.0]]),
-        (arrays.double, [[1.0]], [[1.0]]),
-    ],
-)
+@pytest.mark.parametrize(("made", "given", "found"), [
+    (lambda a: arrays.softmax(a, 1), [[0.0, 0.0], [1.0, 1.0]], [[0.5, 0.5], [0.5, 0.5]]),
+    (lambda a: arrays.softmax(a * 1000, 0), [[0.0, 2.0], [1.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]),
+    (arrays.relu, [[-1.0, 2.0]], [[0.0, 2.0]]), (arrays.lengths, [[3.0, 4.0], [0.0, 0.0]], [5.0, 0.0]),
+    (lambda a: arrays.argsort(a, 1), [[2.0, 1.0, 1.0]], [[1, 2, 0]]), (arrays.argsort, [[2.0], [1.0]], [[1], [0]]),
+    (arrays.cholesky, [[4.0, 0.0], [0.0, 9.0]], [[2.0, 0.0], [0.0, 3.0]]),
+    (arrays.cholesky, [[1.0, 2.0], [2.0, 1.0]], None),
+    (lambda a: arrays.take_along(a, a.argsort(1), 1), [[2.0, 1.0]], [[1.0, 2.0]]), (arrays.double, [[1.0]], [[1.0]]),
+])  # fmt: skip
 def test_arrays_of_both_libraries_agree(made: Callable[[Any], Any], given: list[Any], found: Any) -> None:
     for array in (np.array(given), torch.tensor(given, dtype=torch.float64)):
         result = made(array)

@@ -89,21 +89,16 @@ def test_shares_of_white_are_rounded_to_levels() -> None:
     assert dicom.in_eight_bits(np.array(shares)).tolist() == [0, 0, 0, 0, 1, 100, 255, 255, 255]
 
 
-@pytest.mark.parametrize(
-    ("center", "width", "function", "values", "shown"),
-    [
-        (100, 11, "LINEAR", [94, 94.5, 99.5, 100.5, 104.5, 105], [0, 0, 0.5, 0.6, 1, 1]),
-        (100, 1, "LINEAR", [99, 99.5, 99.6], [0, 0, 1]),
-        (100, 10, "LINEAR_EXACT", [94, 95, 100, 101, 105, 106], [0, 0, 0.5, 0.6, 1, 1]),
-        (100, 0.5, "LINEAR_EXACT", [99.75, 100, 100.25], [0, 0.5, 1]),
-        (100, 4, "SIGMOID", [99, 100, 101], [1 / (1 + np.e), 0.5, 1 / (1 + np.exp(-1))]),
-        (0, 4, "SIGMOID", [-1e6, -700, 700, 1e6], [0, 0, 1, 1]),
-        (100, 0.99, "LINEAR", [0], None),
-        (100, 1e-12, "LINEAR_EXACT", [99, 100, 101], [0, 0.5, 1]),
-        (100, 0.9e-12, "LINEAR_EXACT", [0], None),
-        (100, 0, "SIGMOID", [0], None),
-    ],
-)
+@pytest.mark.parametrize(("center", "width", "function", "values", "shown"), [
+    (100, 11, "LINEAR", [94, 94.5, 99.5, 100.5, 104.5, 105], [0, 0, 0.5, 0.6, 1, 1]),
+    (100, 1, "LINEAR", [99, 99.5, 99.6], [0, 0, 1]),
+    (100, 10, "LINEAR_EXACT", [94, 95, 100, 101, 105, 106], [0, 0, 0.5, 0.6, 1, 1]),
+    (100, 0.5, "LINEAR_EXACT", [99.75, 100, 100.25], [0, 0.5, 1]),
+    (100, 4, "SIGMOID", [99, 100, 101], [1 / (1 + np.e), 0.5, 1 / (1 + np.exp(-1))]),
+    (0, 4, "SIGMOID", [-1e6, -700, 700, 1e6], [0, 0, 1, 1]), (100, 0.99, "LINEAR", [0], None),
+    (100, 1e-12, "LINEAR_EXACT", [99, 100, 101], [0, 0.5, 1]), (100, 0.9e-12, "LINEAR_EXACT", [0], None),
+    (100, 0, "SIGMOID", [0], None),
+])  # fmt: skip
 def test_a_window_is_a_ramp_or_a_sigmoid(
     center: float, width: float, function: str, values: list[float], shown: list[float] | None
 ) -> None:
@@ -114,17 +109,11 @@ def test_a_window_is_a_ramp_or_a_sigmoid(
         assert windowed(np.array(values), center, width, function) == pytest.approx(shown, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("values", "counted", "shown"),
-    [
-        ([1, 2, 5], [True] * 3, [0, 0.25, 1]),
-        ([-3, 2, 5], [True, True, False], [0, 1, 1]),
-        ([-3, 2, 5], [False, True, True], [0, 0, 1]),
-        ([4, 4], [True, True], [0, 0]),
-        ([np.nan, 2, 4, np.inf, 3], [True] * 5, [0, 0, 1, 1, 0.5]),
-        ([np.nan, 1], [True, False], [0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("values", "counted", "shown"), [
+    ([1, 2, 5], [True] * 3, [0, 0.25, 1]), ([-3, 2, 5], [True, True, False], [0, 1, 1]),
+    ([-3, 2, 5], [False, True, True], [0, 0, 1]), ([4, 4], [True, True], [0, 0]),
+    ([np.nan, 2, 4, np.inf, 3], [True] * 5, [0, 0, 1, 1, 0.5]), ([np.nan, 1], [True, False], [0, 0]),
+])  # fmt: skip
 def test_values_are_stretched_between_those_that_count(
     values: list[float], counted: list[bool], shown: list[float]
 ) -> None:
@@ -206,18 +195,11 @@ def test_an_encoding_that_is_not_named_is_that_of_the_header(
     assert dicom._syntax(data) == "1.2.840.10008.1.2.5"
 
 
-@pytest.mark.parametrize(
-    ("sides", "samples", "bits", "says"),
-    [
-        ((4, 5), 3, 16, ""),
-        ((4, 5), 3, 24, "its header claims 0.0 GB for one image; at most 0.5 GB are read"),
-        ((12, 10), None, None, ""),
-        ((11, 11), None, None, "its header claims"),
-        ((1, 1), 1, 8, ""),
-        ((0, 9), 1, 8, "its image has no pixels"),
-        ((9, None), 1, 8, "its image has no pixels"),
-    ],
-)
+@pytest.mark.parametrize(("sides", "samples", "bits", "says"), [
+    ((4, 5), 3, 16, ""), ((4, 5), 3, 24, "its header claims 0.0 GB for one image; at most 0.5 GB are read"),
+    ((12, 10), None, None, ""), ((11, 11), None, None, "its header claims"), ((1, 1), 1, 8, ""),
+    ((0, 9), 1, 8, "its image has no pixels"), ((9, None), 1, 8, "its image has no pixels"),
+])  # fmt: skip
 def test_an_image_has_pixels_and_not_too_many(
     monkeypatch: pytest.MonkeyPatch, sides: Any, samples: int | None, bits: int | None, says: str
 ) -> None:
@@ -241,19 +223,16 @@ JPEG, JPEG_LS, JPEG_2000, PLAIN = (
 )
 
 
-@pytest.mark.parametrize(
-    ("syntax", "error", "installed", "says"),
-    [
-        ("1.2.3.4", RuntimeError(), False, "its pixels are in a private or unknown format; export it uncompressed"),
-        ("1.2.840.10008.1.1", RuntimeError(), False, "its pixels are in a private or unknown format"),
-        (PLAIN, RuntimeError(), False, "its pixels cannot be decoded; the file is damaged"),
-        (JPEG, ValueError(), False, "its pixels cannot be decoded; the file is damaged"),
-        (JPEG, NotImplementedError(), False, "; install python-gdcm"),
-        (JPEG_LS, RuntimeError(), False, "; install pyjpegls"),
-        (JPEG, RuntimeError(), True, "cannot be decoded here; decompress them with DCMTK, as in: dcmdjpeg FILE NEW"),
-        (JPEG_2000, RuntimeError(), False, "decompress them with GDCM, as in: gdcmconv --raw FILE NEW"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("syntax", "error", "installed", "says"), [
+    ("1.2.3.4", RuntimeError(), False, "its pixels are in a private or unknown format; export it uncompressed"),
+    ("1.2.840.10008.1.1", RuntimeError(), False, "its pixels are in a private or unknown format"),
+    (PLAIN, RuntimeError(), False, "its pixels cannot be decoded; the file is damaged"),
+    (JPEG, ValueError(), False, "its pixels cannot be decoded; the file is damaged"),
+    (JPEG, NotImplementedError(), False, "; install python-gdcm"),
+    (JPEG_LS, RuntimeError(), False, "; install pyjpegls"),
+    (JPEG, RuntimeError(), True, "cannot be decoded here; decompress them with DCMTK, as in: dcmdjpeg FILE NEW"),
+    (JPEG_2000, RuntimeError(), False, "decompress them with GDCM, as in: gdcmconv --raw FILE NEW"),
+])  # fmt: skip
 def test_pixels_that_cannot_be_decoded_have_advice(
     monkeypatch: pytest.MonkeyPatch, syntax: str, error: Exception, installed: bool, says: str
 ) -> None:
@@ -336,20 +315,15 @@ def test_a_frames_own_group_replaces_what_frames_share() -> None:
     assert shown == wanted
 
 
-@pytest.mark.parametrize(
-    ("header", "order"),
-    [
-        ({}, 0.0),
-        ({"InstanceNumber": 7}, 7.0),
-        ({"InstanceNumber": 7, "ImagePositionPatient": [1, 2, 3]}, 7.0),
-        ({"InstanceNumber": 7, "ImageOrientationPatient": [1, 0, 0, 0, 1, 0]}, 7.0),
-        ({"InstanceNumber": 7, "ImagePositionPatient": [1, 2], "ImageOrientationPatient": [1, 0, 0, 0, 1, 0]}, 7.0),
-        ({"InstanceNumber": 7, "ImagePositionPatient": [1, 2, 3], "ImageOrientationPatient": [1, 0, 0]}, 7.0),
-        ({"ImagePositionPatient": [1, 2, 1.00005], "ImageOrientationPatient": [1, 0, 0, 0, 1, 0]}, 1.0001),
-        ({"ImagePositionPatient": [3, 4, 5], "ImageOrientationPatient": [0, 1, 0, 0, 0, 1]}, 3.0),
-        ({"ImagePositionPatient": [3, 4, 5], "ImageOrientationPatient": [0, 0, 1, 0, 1, 0]}, -3.0),
-    ],
-)
+@pytest.mark.parametrize(("header", "order"), [
+    ({}, 0.0), ({"InstanceNumber": 7}, 7.0), ({"InstanceNumber": 7, "ImagePositionPatient": [1, 2, 3]}, 7.0),
+    ({"InstanceNumber": 7, "ImageOrientationPatient": [1, 0, 0, 0, 1, 0]}, 7.0),
+    ({"InstanceNumber": 7, "ImagePositionPatient": [1, 2], "ImageOrientationPatient": [1, 0, 0, 0, 1, 0]}, 7.0),
+    ({"InstanceNumber": 7, "ImagePositionPatient": [1, 2, 3], "ImageOrientationPatient": [1, 0, 0]}, 7.0),
+    ({"ImagePositionPatient": [1, 2, 1.00005], "ImageOrientationPatient": [1, 0, 0, 0, 1, 0]}, 1.0001),
+    ({"ImagePositionPatient": [3, 4, 5], "ImageOrientationPatient": [0, 1, 0, 0, 0, 1]}, 3.0),
+    ({"ImagePositionPatient": [3, 4, 5], "ImageOrientationPatient": [0, 0, 1, 0, 1, 0]}, -3.0),
+])  # fmt: skip
 def test_a_slice_is_placed_along_its_normal_or_by_its_number(header: dict[str, Any], order: float) -> None:
     data = Dataset()
     for keyword, value in header.items():
@@ -445,11 +419,10 @@ def test_drawn_patients_have_a_series_each(tmp_path: Path, seed: int) -> None:
     assert write_patients(tmp_path / "a" / "b", 1, 1, seed, "Q", 16) == root
 
 
-@pytest.mark.parametrize(
-    ("shape", "frames", "samples", "sides", "kind"),
-    [((2, 5), None, 1, (2, 5), "MONOCHROME2"), ((4, 2, 5), 4, 1, (2, 5), "MONOCHROME2"),
-     ((2, 5, 3), None, 3, (2, 5), "RGB"), ((2, 3, 4), 2, 1, (3, 4), "MONOCHROME2")],
-)  # fmt: skip
+@pytest.mark.parametrize(("shape", "frames", "samples", "sides", "kind"), [
+    ((2, 5), None, 1, (2, 5), "MONOCHROME2"), ((4, 2, 5), 4, 1, (2, 5), "MONOCHROME2"),
+    ((2, 5, 3), None, 3, (2, 5), "RGB"), ((2, 3, 4), 2, 1, (3, 4), "MONOCHROME2"),
+])  # fmt: skip
 def test_a_drawn_header_is_of_its_pixels(shape: Any, frames: Any, samples: int, sides: Any, kind: str) -> None:
     data = dataset(np.zeros(shape, dtype=np.uint8), "p", 4, "1.2", "3.4")
     assert (data.get("NumberOfFrames"), data.SamplesPerPixel, (data.Rows, data.Columns)) == (frames, samples, sides)

@@ -107,8 +107,6 @@ def test_several_labels_and_mixed_up_tables(tmp_path: Path) -> None:
     split = open_source(f"{uri}?groups=sex", "evaluator").test
     assert sorted(zip(split.labels.tolist(), split.subgroups["sex"], strict=True)) == [(0, "f"), (1, "unknown")]
     assert "has no column age" in str(refused(f"{uri}?groups=age"))
-    table(tmp_path, ["PatientID", "label"], ["a", "x"], ["a", "y"])
-    assert "line 3: it has the same PatientID as line 2" in str(refused(uri))
     table(tmp_path, ["PatientID", "label"], ["a", "x"], ["nobody", "y"])
     text = str(refused(uri))
     assert "line 3: no file that can be read has its PatientID" in text
@@ -117,11 +115,6 @@ def test_several_labels_and_mixed_up_tables(tmp_path: Path) -> None:
     assert "none of the columns SOPInstanceUID" in str(refused(uri))
     for option, words in {"frames=0": "frames=0", "window=1": "window=1", "level=room": "level=room"}.items():
         assert words in str(refused(f"{uri}?{option}"))
-
-
-def test_classes_that_would_divide_a_patient_are_refused(tmp_path: Path) -> None:
-    uri = f"dicom:{write_patients(tmp_path / 'a', 10, 6, 3)}"
-    assert "would divide a group" in str(refused(f"{uri}?partition=pathological&clients=2&client=0"))
 
 
 def test_privacy_clips_by_patient(tmp_path: Path) -> None:
@@ -201,15 +194,12 @@ def table_of(tmp_path: Path, text: str, query: str = "") -> opening.Table:
     return opening.read_table(tmp_path / "labels.csv", DicomOptions.parse("dicom:scans", query))
 
 
-@pytest.mark.parametrize(
-    ("text", "query", "key", "groups", "splits"),
-    [
-        ("path,ward,label,split\na,p,x,train\nb,q,y,test\n", "group=ward", "path", ("p", "q"), ("train", "test")),
-        ("PatientID,SOPInstanceUID,label\np,1,x\nq,2,y\n", "", "SOPInstanceUID", ("p", "q"), (None, None)),
-        ("PatientID,label,split\np,x,\nq,y,\n", "", "PatientID", None, (None, None)),
-        ("PatientID,label,ward\np,x,1\nq,y,2\n", "group=ward", "PatientID", ("1", "2"), (None, None)),
-    ],
-)
+@pytest.mark.parametrize(("text", "query", "key", "groups", "splits"), [
+    ("path,ward,label,split\na,p,x,train\nb,q,y,test\n", "group=ward", "path", ("p", "q"), ("train", "test")),
+    ("PatientID,SOPInstanceUID,label\np,1,x\nq,2,y\n", "", "SOPInstanceUID", ("p", "q"), (None, None)),
+    ("PatientID,label,split\np,x,\nq,y,\n", "", "PatientID", None, (None, None)),
+    ("PatientID,label,ward\np,x,1\nq,y,2\n", "group=ward", "PatientID", ("1", "2"), (None, None)),
+])  # fmt: skip
 def test_a_table_is_read_by_its_finest_key(
     tmp_path: Path, text: str, query: str, key: str, groups: object, splits: tuple[object, ...]
 ) -> None:
@@ -218,22 +208,19 @@ def test_a_table_is_read_by_its_finest_key(
     assert (table.names, table.labels.tolist(), table.numbers) == (("x", "y"), [0, 1], (2, 3))
 
 
-@pytest.mark.parametrize(
-    ("text", "query", "says", "told"),
-    [
-        ("PatientID,label\n", "", "the table of labels has no line", None),
-        ("PatientID,label\na,\n", "", "line 2: label must not be empty", None),
-        ("SOPInstanceUID,PatientID,label\n1,,x\n", "", "line 2: PatientID must not be empty", None),
-        ("SOPInstanceUID,label\n,x\n", "", "line 2: SOPInstanceUID must not be empty", None),
-        ("PatientID,label,split\na,x,Train\n", "", "line 2: the split is neither train nor test", None),
-        ("PatientID,label,split\na,x,train\nb,y,\n", "", "leaves some splits empty", None),
-        ("PatientID,label\na,x\nb,x\na,y\n", "", "line 4: it has the same PatientID as line 2; keep one of them", None),
-        ("PatientID,mass\na,9\n", "", "line 2: its labels are not as they should be", "mass is 9"),
-        ("PatientID,label\n,x\n,x\n,x\n", "", "line 2; keep one of them. And 2 more.", "line 4"),
-        ("PatientID,label\n,x\n,y\n", "", "the same PatientID as line 2; keep one of them.", None),
-        ("PatientID,label\na,x\n", "group=ward", "has no column ward", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "query", "says", "told"), [
+    ("PatientID,label\n", "", "the table of labels has no line", None),
+    ("PatientID,label\na,\n", "", "line 2: label must not be empty", None),
+    ("SOPInstanceUID,PatientID,label\n1,,x\n", "", "line 2: PatientID must not be empty", None),
+    ("SOPInstanceUID,label\n,x\n", "", "line 2: SOPInstanceUID must not be empty", None),
+    ("PatientID,label,split\na,x,Train\n", "", "line 2: the split is neither train nor test", None),
+    ("PatientID,label,split\na,x,train\nb,y,\n", "", "leaves some splits empty", None),
+    ("PatientID,label\na,x\nb,x\na,y\n", "", "line 4: it has the same PatientID as line 2; keep one of them", None),
+    ("PatientID,mass\na,9\n", "", "line 2: its labels are not as they should be", "mass is 9"),
+    ("PatientID,label\n,x\n,x\n,x\n", "", "line 2; keep one of them. And 2 more.", "line 4"),
+    ("PatientID,label\n,x\n,y\n", "", "the same PatientID as line 2; keep one of them.", None),
+    ("PatientID,label\na,x\n", "group=ward", "has no column ward", None),
+])  # fmt: skip
 def test_tables_are_refused_by_line_and_column(
     tmp_path: Path, text: str, query: str, says: str, told: str | None
 ) -> None:
@@ -272,13 +259,10 @@ def test_series_follow_their_first_paths_and_slices_their_places() -> None:
     assert opening._units(files, "series")[0][0].file == listed("c")
 
 
-@pytest.mark.parametrize(
-    ("length", "pick", "places"),
-    [
-        (1, "middle", [0]), (4, "middle", [2]), (5, "middle", [2]), (3, "all", [0, 1, 2]), (6, 3, [1, 3, 5]),
-        (10, 4, [1, 3, 6, 8]), (2, 3, [0, 1]), (0, "middle", []), (5, 1, [2]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("length", "pick", "places"), [
+    (1, "middle", [0]), (4, "middle", [2]), (5, "middle", [2]), (3, "all", [0, 1, 2]), (6, 3, [1, 3, 5]),
+    (10, 4, [1, 3, 6, 8]), (2, 3, [0, 1]), (0, "middle", []), (5, 1, [2]),
+])  # fmt: skip
 def test_places_are_picked_evenly(length: int, pick: str | int, places: list[int]) -> None:
     assert opening.picked(list(range(length)), pick) == places
 
@@ -393,18 +377,12 @@ def test_lines_find_files_by_path_and_images_are_named_by_ids(tmp_path: Path, ow
     assert skipped.left_out == ("the table of labels, line 2: no file that can be read has its path.",)
 
 
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (Unreadable("its words"), "its words"),
-        (ImportError(), "its reader is not installed; "),
-        (MemoryError(), "it needs more than 3 GB of memory"),
-        (RecursionError(), "its sequences are nested too deeply"),
-        (FileNotFoundError(), "it is gone"),
-        (OSError("QX"), "it cannot be opened, or is not an ordinary file"),
-        (KeyError("QX"), "its content cannot be read; the file is damaged"),
-    ],
-)
+@pytest.mark.parametrize(("error", "says"), [
+    (Unreadable("its words"), "its words"), (ImportError(), "its reader is not installed; "),
+    (MemoryError(), "it needs more than 3 GB of memory"), (RecursionError(), "its sequences are nested too deeply"),
+    (FileNotFoundError(), "it is gone"), (OSError("QX"), "it cannot be opened, or is not an ordinary file"),
+    (KeyError("QX"), "its content cannot be read; the file is damaged"),
+])  # fmt: skip
 def test_a_childs_errors_are_our_own_words(monkeypatch: pytest.MonkeyPatch, error: Exception, says: str) -> None:
     def failing(path: Path) -> None:
         raise error
