@@ -29,7 +29,7 @@ from promptfed.shared.api.api_schemas import SpendList
 from promptfed.shared.data import open_source
 from promptfed.shared.data.source import DataError, Source
 from promptfed.shared.messages import EnrolmentInfo
-from promptfed.shared.privacy.accounting import Event, epsilon_of
+from promptfed.shared.privacy.accounting import Event, PrivacyError, epsilon_of
 from promptfed.shared.service import fault_points
 from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
@@ -468,3 +468,27 @@ def test_a_head_is_kept_found_changed_and_adopted(tmp_path: Path) -> None:
     adopt_head(ledger, state)
     expect_head(ledger, state)
     state.close()
+
+
+def test_a_ledger_that_cannot_be_read_or_was_not_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="it has no δ yet"):
+        Ledger(tmp_path / "none.jsonl").expect([Event("gaussian", 1.0, 1.0, 1)], 8.0)
+    assert Ledger(tmp_path / "none.jsonl").expect([], 0.0) == 0
+    with pytest.raises(ClientError, match=r"cannot be used: .*give --ledger another place") as end:
+        Ledger(tmp_path).spends()
+    assert end.value.exit is Exit.LEDGER
+    path = tmp_path / "a" / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.open(1e-3)
+    ledger.open(1e-5)
+    assert (ledger.delta(), len(path.read_bytes().splitlines())) == (1e-3, 1), "it has begun"
+    [first] = path.read_bytes().splitlines()
+    line = {"n": 1, "prev": hashlib.sha256(first).hexdigest(), "kind": "spend", "round": "one"}
+    with path.open("ab") as file:
+        file.write(json.dumps(line).encode() + b"\n")
+    with pytest.raises(ClientError, match="does not hold together at line 1: "):
+        ledger.spends()
+    state = PrivateState(tmp_path / "state")
+    for same in (Ledger(None), ledger):
+        adopt_head(same, state)
+        assert state.read_note(module.FILE) is None, "a folder that has seen none takes none"
