@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.joining import consent
+from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.privacy.agreement import FILE, WITHDRAWN
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.state.private_state import PrivateState
@@ -74,14 +75,15 @@ def test_what_is_private_is_deleted_once_the_running_client_has_ended(
     running, slept = PrivateState(tmp_path), list[float]()
     (tmp_path / FILE).write_text("{}")
     (tmp_path / "committed.safetensors").write_bytes(b"private")
-    monkeypatch.setattr(time, "sleep", slept.append)
+    clock = SimpleNamespace(monotonic=lambda: 5.0, sleep=slept.append)
+    monkeypatch.setattr(consent, "time", clock)
     monkeypatch.setattr(consent, "END_SECONDS", -1.0)
     settings = settings_of(tmp_path, delete_private=True, feature_cache=tmp_path / "features")
     with pytest.raises(ClientError, match="a client still runs on") as end:
         consent.withdraw(settings)
     assert (end.value.exit, (tmp_path / WITHDRAWN).exists(), slept) == (Exit.STATE, True, [])
-    monkeypatch.setattr(consent, "END_SECONDS", 300.0)
-    monkeypatch.setattr(time, "sleep", lambda seconds: slept.append(seconds) or running.close())
+    monkeypatch.setattr(consent, "END_SECONDS", 0.0)  # just now
+    clock.sleep = lambda seconds: slept.append(seconds) or running.close()
     assert consent.withdraw(settings) == Exit.OK
     assert slept == [0.2]
     assert not (tmp_path / "committed.safetensors").exists()
@@ -103,3 +105,17 @@ def test_known_addresses_that_the_policy_allows_are_asked(tmp_path: Path, monkey
         settings = settings_of(tmp_path) if policy is None else settings_of(tmp_path, policy=policy)
         assert asyncio.run(consent.call_enrolled(settings, call))
         assert asked[-1].all == found
+
+
+def test_the_question_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal, shown = consent.Terminal("text", ask=False), SimpleNamespace(changes=(), lines=lambda: ["offer"])
+
+    async def answered(stream: Any) -> str:
+        return " Yes\n"
+
+    monkeypatch.setattr(consent, "line_of", answered)
+    terminal._ask = True
+    assert asyncio.run(terminal.consent([Check("disk", "warn", "full", "mend it")], cast(Any, shown)))
+    assert capsys.readouterr().err == "warn  disk          full: mend it\n\noffer\n\nJoin? [y/N] "

@@ -383,8 +383,9 @@ def test_a_coordinator_can_add_and_never_take(tmp_path: Path) -> None:
 
 def test_a_ledger_that_is_lost_altogether_begins_with_what_was_had(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl", "eyes")
-    assert ledger.adopt(told(release(1), release(2)), "http://127.0.0.1:1") == 2
-    assert ledger.delta() == DELTA
+    larger = release(2) | {"delta": 2 * DELTA}
+    assert ledger.adopt(told(release(1), larger), "http://127.0.0.1:1") == 2
+    assert ledger.delta() == 2 * DELTA
     assert [one.round for one in ledger.spends()] == [1, 2]
 
 

@@ -159,6 +159,16 @@ def test_after_a_reveal_only_its_own_attempt_is_answered(world: World) -> None:
     work.expect(world.task("unmask", 0, round=2))
 
 
+def test_a_list_is_confirmed_also_where_the_change_is_gone(world: World) -> None:
+    """It may have left under masks before: of what is summed nothing new is noted."""
+    world.mask()
+    work = world.works[0]
+    known = EarlierSums(work._state, 0.1)._read()
+    work._state.remove_note(secure.WORK)
+    world.confirm(0, world.listed())
+    assert EarlierSums(work._state, 0.1)._read()[1] == known[1]
+
+
 def test_keys_are_made_once_for_each_attempt(world: World) -> None:
     work, task = world.works[0], world.task("train", 0)
     first = work.keys(task)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import make_settings
+from promptfed.client_service.training import trainer
 from promptfed.client_service.training.data import held_out
 from promptfed.client_service.training.evaluation import answers
 from promptfed.client_service.training.trainer import TaskWork
@@ -20,6 +22,7 @@ from promptfed.experiments.bench.trials import has_diverged
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source, open_source
 from promptfed.shared.errors import Failed
+from promptfed.shared.messages import SplitResult
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface import Classifier, ClientContext, MethodError, Split
 from promptfed.shared.methods.promptfl import PromptFL
@@ -230,3 +233,58 @@ def test_groups_that_cannot_be_divided_end_the_client_before_anything_is_sent() 
     source.train.groups = ("one patient",) * len(source.train)
     with pytest.raises(ClientError, match=r"no training images can be held out: .*one group"):
         held_out(source, 0.25, 7)
+
+
+@pytest.mark.parametrize(("split", "selected", "role", "kept", "measured"), [
+    (None, None, "trainer", [], {"test", "novel", "validation"}),
+    ("validation", None, "trainer", [(2, "kept")], {"validation"}),
+    ("validation", 1, "trainer", [(1, "selected")], {"test", "novel"}),
+    ("validation", None, "evaluator", [], {"validation"}),
+    ("validation", 1, "evaluator", [], {"test", "novel"}),
+])  # fmt: skip
+@pytest.mark.parametrize("floor", [1, 2])
+def test_a_choice_of_rounds_is_by_its_split_and_the_rest_is_measured_once(
+    split: str | None, selected: int | None, role: str, kept: list[Any], measured: set[str], floor: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    seen, rounds, admitted = set[str](), list[Any](), list[Any]()
+    monkeypatch.setattr(trainer, "keep_round", lambda state, round: rounds.append((round, "kept")))
+    monkeypatch.setattr(trainer, "select_round", lambda state, round: rounds.append((round, "selected")))
+    monkeypatch.setattr(trainer, "torch_settings", lambda context: nullcontext())
+
+    def run(*given: Any) -> Any:
+        seen.update(name for name in ("test", "novel", "validation") if given[-1](name))
+        return {"test": SplitResult(accuracy=0.5, num_samples=8)}, {}
+
+    def admit(serving: Any, tests: set[str], round: int | None) -> set[str]:
+        admitted.append((serving.round, round))
+        return tests
+
+    privacy = SimpleNamespace(counts=None, floor=floor)
+    data = SimpleNamespace(tests={"novel": None, "validation": None}, patients=lambda name: None)
+    evaluation = SimpleNamespace(run=run, mixture=lambda classifier, context: {"shares": 1.0})
+    work = SimpleNamespace(
+        role=role, state=None, predictor=None, withholds=False, privacy=privacy, data=data, evaluation=evaluation,
+        _serve=lambda serving, cancelled: (SimpleNamespace(context=None, classifier=None), ()), _admitted=admit,
+    )  # fmt: skip
+    config = SimpleNamespace(selection=None if split is None else SimpleNamespace(split=split), template=None)
+    task = SimpleNamespace(round=2, phase="evaluate", selected=selected, config=config)
+    told = TaskWork.evaluate(cast(Any, work), cast(Any, task), b"", lambda: False)
+    assert (rounds, seen) == (kept, measured)
+    assert admitted == ([] if floor == 1 else [(selected or 2, None if selected else 2)])
+    assert set(told.metrics) == ({"shares", "evaluate_seconds"} if floor == 1 else set())
+    assert set(told.splits) == {"test"}
+    work.withholds = True
+    assert TaskWork.evaluate(cast(Any, work), cast(Any, task), b"", lambda: False).withheld
+    work.withholds, work._admitted = False, lambda *given: set()
+    assert TaskWork.evaluate(cast(Any, work), cast(Any, task), b"", lambda: False).withheld is (floor > 1)
+    if floor == 1:
+        work.predictor, work.state = object(), SimpleNamespace(save_serving=rounds.append)
+        privacy.counts = SimpleNamespace(kept=lambda task: "sent before")
+        assert TaskWork.evaluate(cast(Any, work), cast(Any, task), b"", lambda: False) == "sent before"
+        assert rounds[-1].round == (selected or 2)
+        privacy.counts = SimpleNamespace(
+            kept=lambda task: None, drawn=lambda task, splits, zero, keys: (set(splits), keys)
+        )
+        evaluation.zero_shot_keys = lambda context, template: "keys"
+        assert TaskWork.evaluate(cast(Any, work), cast(Any, task), b"", lambda: False) == ({"test"}, "keys")

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from promptfed.coordinator.aggregation.rules import ServerOptimizer, fresh_moments, moment_tensors, weighted_mean
 from promptfed.shared.clip import Backbone, shape_of
-from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods import fedavg, make_method, resolve_spec
 from promptfed.shared.methods.core import generalization
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.generalization import Subset, adjusted, held_out
@@ -651,6 +651,15 @@ def test_ga_s_gap_is_the_received_state_s_loss_less_the_own_one_s(backbone: Back
     assert float(first.private["own_loss"]) == pytest.approx(loss_of(own), rel=1e-5)
     again = method.train(replace(context, round=2), state, first.private)
     assert float(again.update["gap"]) == pytest.approx(loss_of(state) - loss_of(own), abs=1e-6)
+
+
+def test_ga_s_loss_is_the_mean_over_all_images_in_parts(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fedavg, "CHUNK", 4)
+    method, context = method_of(weighting="ga"), task(backbone)
+    state, rows = state_of(method, backbone), torch.arange(6)
+    logits = method.classifier(context.for_training(), state, {}).logits(context.train, rows)
+    wanted = float(F.cross_entropy(logits, context.train.labels))
+    assert method._loss(context, state, {}) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_ga_replaces_the_weights_of_the_mean(backbone: Backbone) -> None:

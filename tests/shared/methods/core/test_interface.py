@@ -7,12 +7,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from promptfed.client_service.training.evaluation import answers, presences, probabilities
 from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core import interface
 from promptfed.shared.methods.core.interface import ClientInfo, MethodError, ServerContext, TensorSpec
@@ -22,7 +24,7 @@ from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit
 from promptfed.shared.methods.plan import Reference
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.spec import TrainingSpec
+from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from tests.shared.methods.conftest import NAMES, Make
 
 LENGTHS = dict.fromkeys(("coop", "diprompt", "fedapt", "fedcocoop", "fedmaple", "fedotp", "fedpgp", "fedtpg"), 3)
@@ -140,3 +142,52 @@ def test_defaults_that_no_method_changes() -> None:
     given = interface.defaults(0, {"aggregation": {"weighting": "uniform"}, "none": {}})
     assert given == {"aggregation": {"weighting": "uniform"}}
     assert interface.defaults(3, epochs=2) == {"rounds": 3, "training": {"epochs": 2}}
+
+
+SIZES = BackboneShape(
+    d_t=8, d_v=12, d_e=8, text_layers=2, vision_layers=2, context_length=32, patch_size=4, patch_tokens=4, mlp_width=16,
+    positions=5, heads_t=2, heads_v=2,
+)  # fmt: skip
+STARTS: dict[str, dict[str, float]] = {
+    "diprompt": {"global_prompt": 0.0201, "domain_prompts": 0.0198, "query_prompt": 0.0227},
+    "fast_pt": {"global_prompt": 0.0201, "domains": 6.006e18},
+    "fedapt": {"meta_prompt": 0.019, "query_weight": 0.1945, "keys": 0.585, "domains": 6.006e18},
+    "fedavg head": {"head_weight": 0.182}, "fedprox head": {"head_weight": 0.182}, "fedrod": {"head_weight": 0.182},
+    "perfedavg head": {"head_weight": 0.182}, "fedclip": {"adapter_w1": 0.2068, "adapter_b1": 0.2584},
+    "fedclipadapter": {"image_w1": 0.2328}, "fedlora": {"visual_a": 0.1717, "text_a": 0.2055},
+    "fedcocoop": {"context": 0.0199, "meta_net.narrow.weight": 0.1971, "meta_net.narrow.bias": 0.1996},
+    "fedmaple": {"text_prompts": 0.0198, "coupling_weight": 0.2074, "coupling_bias": 0.1943},
+    "fedotp": {"global_context": 0.0199}, "fedpr": {"visual_prompts": 0.1855}, "fedvpt": {"visual_prompts": 0.1856},
+    "fedtpg": {
+        "queries": 0.0201, "norm_queries.weight": 1, "norm_classes.weight": 1, "to_query.weight": 0.3599,
+        "to_key.weight": 0.3215, "to_value.weight": 0.3697, "to_output.weight": 0.0199, "norm_hidden.weight": 1,
+        "widen.weight": 0.3425, "narrow.weight": 0.0188,
+    },
+    "fedvpt_deep": {"visual_prompts": 0.1988},
+    "pfedpg": {
+        "prompt_basis": 0.1856, "w_query": 0.2845, "w_key": 0.2777, "w_value": 0.3098, "w_output": 0.2998,
+        "descriptors": 0.5151,
+    },
+    "plan": {
+        "text_prompts": 0.0199, "visual_prompts": 0.0188, "text_aggregator.query": 0.0185,
+        "text_aggregator.fq.w1": 0.2231, "text_aggregator.fa.w1": 0.2307, "visual_aggregator.query": 0.0194,
+        "visual_aggregator.fq.w1": 0.166, "visual_aggregator.fa.w1": 0.1608,
+    },
+}  # fmt: skip
+"""Root mean squares of what is not zero before any training: uniform in ±1/√fan-in (their third of the square), or of
+deviation 0.02; by whichever paper. The draws follow from the seed alone."""
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_starts_are_drawn_as_wide_as_the_papers_say(name: str) -> None:
+    kind, _, head = name.partition(" ")
+    method = make_method({"name": kind, **({"head": "linear"} if head else {})})
+    clients = tuple(
+        ClientInfo(a, "trainer", 5, NAMES[:3], Domain(name=a, description=f"a {a} of a {{}}")) for a in "ab"
+    )
+    state = method.initial_state(ServerContext(TrainingSpec(), SIZES, NAMES[:3], clients, 1, 4), initial_draws(3))
+    drawn = {name: np.asarray(one, dtype=float) for name, one in state.items() if 0 not in one.shape}
+    wide = {name: float(np.square(one).mean() ** 0.5) for name, one in drawn.items()}
+    assert {name: value for name, value in wide.items() if value} == pytest.approx(STARTS[name], rel=0.01)
+    for one in (one for name, one in drawn.items() if name not in ("domains", "keys")):
+        assert one.size < 30 or one.std() == 0 or abs(one.mean()) < 0.3 * one.std(), "around zero"

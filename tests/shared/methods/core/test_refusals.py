@@ -86,6 +86,15 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({"name": "plan"}, {"training": {"views": 4, "augmentation": "crop_flip"}}, "keeps no features"),
     (FL, {"aggregation": {"weighting": "uniform", "max_weight_share": 0.5}}, "all weigh the same"),
     (FL, {"aggregation": {"weighting": "samples", "max_weight_share": 0.5}}, None),
+    # classes
+    (FL, {"class_names": ["a b", "a_b", "c"]}, "to a text tower these class names are the same: "),
+    (FL, {"class_names": ["a b"]}, "'a b' is the only class to choose from"),
+    (FL, {"class_names": ["a b", "b a"]}, None),
+    ({"name": "fedrep"}, {"class_names": ["a b", "a_b"]}, None),
+    *[({"name": "fedavg"} | one, {"task": "multi_label", "class_names": ["a", "b"]}, said) for one, said in (
+        ({}, None), ({"head": "linear"}, "several labels per image need head: text"),
+        ({"label_space": "client"}, "need label_space: federation"),
+    )],
     # rounds and their choice
     (FL, {"rounds": 0}, "0 rounds evaluate an export"),
     (FL, SELECT | {"retention": "last_round"}, "give retention all"),
