@@ -685,7 +685,10 @@ def test_a_traceback_that_another_handler_has_formatted_is_cleaned_too() -> None
 def test_peers_are_remembered_from_their_first_use(tmp_path: Path) -> None:
     state = PrivateState(tmp_path)
     listed = frozenset({"ed25519:" + "aa" * 32})
-    first = meet(state, ["aa" * 32, "bb" * 32], 1, listed)
+    first = meet(state, ["bb" * 32, "aa" * 32], 1, listed)
+    assert list(json.loads((tmp_path / "peers.json").read_bytes())) == sorted(
+        json.loads((tmp_path / "peers.json").read_bytes())
+    ), "in an order that tells nothing of the sum's"
     assert (first.members, first.new, first.listed) == (2, 2, 1)
     state.close()
     again = meet(PrivateState(tmp_path), ["aa" * 32, "bb" * 32, "cc" * 32], 4, listed)

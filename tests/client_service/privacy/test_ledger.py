@@ -387,6 +387,9 @@ def test_a_ledger_that_is_lost_altogether_begins_with_what_was_had(tmp_path: Pat
     assert ledger.adopt(told(release(1), larger), "http://127.0.0.1:1") == 2
     assert ledger.delta() == 2 * DELTA
     assert [one.round for one in ledger.spends()] == [1, 2]
+    summed = release(3) | {"release": None, "task_id": "task-3"}
+    assert ledger.adopt(told(summed), "http://127.0.0.1:1") == 1
+    assert ledger.spends()[-1].release == "adopted task-3", "of a masked change the coordinator knows no digest"
 
 
 def test_what_was_part_of_a_sum_is_known_by_its_phase(tmp_path: Path) -> None:

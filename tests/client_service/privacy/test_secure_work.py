@@ -14,6 +14,7 @@ from promptfed.client_service.privacy.earlier_sums import EarlierSums, shapes_of
 from promptfed.client_service.privacy.secure import MASKED, SecureWork, StepAnswer, Trained
 from promptfed.client_service.privacy.secure_records import KeptAttempt, Markers
 from promptfed.client_service.state.private_state import TensorOrigin
+from promptfed.shared.secagg.messages import Limits
 from tests.support.malicious import World
 
 ORIGIN = TensorOrigin("t", 2, "train")
@@ -189,3 +190,9 @@ def test_a_damaged_key_of_a_client_ends_it_by_name(world: World) -> None:
     work._state.write_note(name, "no key")
     with pytest.raises(ClientError, match=r"signing\.key is damaged"):
         work.keys(world.task("train", 0, b"y", round=2))
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(minimum=7)])
+def test_what_a_site_asks_for_beyond_the_terms_goes_with_its_keys(limits: Limits, tmp_path: Path) -> None:
+    told = World(tmp_path, count=1, limits=limits).keys(0).limits
+    assert told == (None if limits == Limits() else limits)

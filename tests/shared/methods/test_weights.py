@@ -653,6 +653,15 @@ def test_ga_s_gap_is_the_received_state_s_loss_less_the_own_one_s(backbone: Back
     assert float(again.update["gap"]) == pytest.approx(loss_of(state) - loss_of(own), abs=1e-6)
 
 
+def test_a_supplied_state_gets_equal_weights_where_they_are_adjusted(backbone: Backbone) -> None:
+    server, given = server_context(backbone, "a", "b"), {"x": torch.zeros(1)}
+    assert method_of().adopt(given, server) == given
+    adopted = method_of(weighting="ga").adopt(given, server)
+    assert (adopted["ga_weights"].tolist(), int(adopted["ga_round"]), set(adopted)) == ([0.5, 0.5], 0, {
+        "x", "ga_weights", "ga_round",
+    })  # fmt: skip
+
+
 def test_ga_s_loss_is_the_mean_over_all_images_in_parts(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fedavg, "CHUNK", 4)
     method, context = method_of(weighting="ga"), task(backbone)

@@ -16,7 +16,7 @@ from promptfed.client_service.training.evaluation import answers, presences, pro
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core import interface
+from promptfed.shared.methods.core import interface, training
 from promptfed.shared.methods.core.interface import ClientInfo, MethodError, ServerContext, TensorSpec
 from promptfed.shared.methods.core.objectives import Protection
 from promptfed.shared.methods.core.training import TaskCancelled
@@ -178,6 +178,31 @@ STARTS: dict[str, dict[str, float]] = {
 deviation 0.02; by whichever paper. The draws follow from the seed alone."""
 
 
+OF_TEXTS = ("coop", "diprompt", "fast_pt", "fedapt", "fedcocoop", "fedkgcoop", "fedpgp", "fedtpg", "pfedmoap")
+OF_TEXTS += ("pfedprompt", "promptfl", "promptfl_amp", "promptfl_ft", "promptfl_per", "promptfl_prox", "promptfolio")
+OF_TOWERS = ("fedavg", "fedbabu", "fedprox", "fedrep", "fedrod", "perfedavg", "singleset_full")
+NEEDED = dict.fromkeys(OF_TEXTS, "d_t") | dict.fromkeys(("fedmaple", "plan"), "d_t d_v text_layers vision_layers") | {
+    **dict.fromkeys(OF_TOWERS, "d_v vision_layers patch_size mlp_width positions"), "fedotp": "d_t patch_tokens",
+    **dict.fromkeys(("fedpr", "fedvpt", "fedvpt_deep", "pfedpg", "singleset_vpt"), "d_v vision_layers patch_size"),
+    "fedlora": "d_t d_v text_layers vision_layers heads_v heads_t",
+}  # fmt: skip
+CLIENTS = tuple(ClientInfo(a, "trainer", 5, NAMES[:3], Domain(name=a, description=f"a {a} of a {{}}")) for a in "ab")
+
+
+@pytest.mark.parametrize("name", METHODS.own())
+def test_what_a_shape_does_not_say_is_refused_where_it_is_needed(name: str) -> None:
+    needed, method = list[str](), make_method({"name": name})
+    for field in set(SIZES.model_dump()) - {"d_e"}:
+        shape = SIZES.model_copy(update={field: None})
+        context = ServerContext(TrainingSpec(), shape, NAMES[:3], CLIENTS, 1, 4)
+        for check in (lambda: method.dims(context), lambda: method.check_backbone(shape)):  # noqa: B023
+            try:
+                check()
+            except MethodError:
+                needed.append(field)
+    assert set(needed) == set(NEEDED.get(name, "").split())
+
+
 @pytest.mark.parametrize("name", STARTS)
 def test_starts_are_drawn_as_wide_as_the_papers_say(name: str) -> None:
     kind, _, head = name.partition(" ")
@@ -191,3 +216,19 @@ def test_starts_are_drawn_as_wide_as_the_papers_say(name: str) -> None:
     assert {name: value for name, value in wide.items() if value} == pytest.approx(STARTS[name], rel=0.01)
     for one in (one for name, one in drawn.items() if name not in ("domains", "keys")):
         assert one.size < 30 or one.std() == 0 or abs(one.mean()) < 0.3 * one.std(), "around zero"
+
+
+@pytest.mark.parametrize(("held", "begins"), [(None, 4), (2, 2), (9, 4)])
+def test_a_step_begins_with_as_many_images_as_have_fitted(
+    held: int | None, begins: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, leaf = list[Any](), SimpleNamespace(grad=1)
+    monkeypatch.setattr(training, "in_parts", lambda *given: found.extend(given))
+    backbone, cleared = SimpleNamespace(held_images=held), list[bool]()
+    context = SimpleNamespace(backbone=backbone, label_loss=SimpleNamespace(leaf=leaf))
+    optimizer = SimpleNamespace(zero_grad=lambda set_to_none: cleared.append(set_to_none))
+    training._in_memory(cast(Any, context), cast(Any, optimizer), lambda: torch.ones(1), 4)
+    compute, at_once, hold, refusal = found
+    assert (float(compute(4)), at_once, type(refusal)) == (1.0, begins, MethodError)
+    hold(3)
+    assert (backbone.held_images, leaf.grad, cleared) == (3, None, [True])
