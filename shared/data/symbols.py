@@ -134,7 +134,7 @@ def over(background: Tensor, colour: Tensor, alpha: Tensor) -> Tensor:
 def glyph(character: str, font: Path = FONT) -> Tensor:
     """(ATLAS, ATLAS) coverage in [0, 1] of one character, centred, scaled to a common extent."""
     left, top, right, bottom = ImageFont.truetype(font, 100).getbbox(character)
-    size = max(8, round(100 * _GLYPH / max(right - left, bottom - top, 1)))
+    size = round(100 * _GLYPH / max(right - left, bottom - top))
     face = ImageFont.truetype(font, size)
     left, top, right, bottom = face.getbbox(character)
     image = Image.new("L", (_ATLAS, _ATLAS), 0)

@@ -304,3 +304,11 @@ def test_what_a_backbone_is_asked_wrongly_is_refused(small: Any) -> None:
     tower = small("small-eos")._text
     with pytest.raises(BackboneError, match="end token is not the one"):
         tower.pooled_position(torch.zeros(1, 24, dtype=torch.long))
+
+
+def test_texts_at_once_are_many_only_where_the_device_has_room(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = small("small-vit")
+    for path, held, count in (("dense", None, 1 << 16), ("dense", 2, 512), ("prefix", None, 512)):
+        monkeypatch.setattr(backbone, "_choose_path", lambda asked, deep, path=path: path)
+        monkeypatch.setattr(backbone, "held_images", held)
+        assert backbone.texts_at_once == count

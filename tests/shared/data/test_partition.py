@@ -266,3 +266,17 @@ def test_drawn_shares_stay_the_same(alpha: float) -> None:
     labels = torch.arange(3).repeat_interleave(6)
     found = partition.dirichlet([labels, labels[::2]], 3, alpha, 5)
     assert [[rows.tolist() for rows in part] for part in found] == DRAWN[alpha]
+
+
+@pytest.mark.parametrize(
+    ("classes", "each", "share", "alpha", "first"),
+    [(6, 11, 0.49, 0.5, 30), (10, 11, 0.49, 0.5, 54), (6, 11, 0.49, 1.0, 32), (6, 3, 0.45, 0.5, 6),
+     (6, 3, 0.45, 1.0, 8), (6, 1, 0.45, 0.5, 3), (1, 3, 0.2, 0.5, 1)],
+)  # fmt: skip
+def test_cuts_are_rounded_in_each_class_where_that_is_fair(
+    classes: int, each: int, share: float, alpha: float, first: int
+) -> None:
+    """The first of two clients; rounding may move 3·√(C/6) images, but no more than half of an even part."""
+    labels, shares = torch.arange(classes).repeat_interleave(each), np.tile([share, 1 - share], (classes, 1))
+    sizes = [len(rows) for rows in partition._by_shares(labels, shares, 0, 0, alpha)]
+    assert sizes == [first, classes * each - first]

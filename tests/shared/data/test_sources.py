@@ -294,7 +294,6 @@ def test_a_template_of_the_uri_stands_in_for_the_data_sets_own() -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.extended
 def test_libraries_of_hospitals_are_imported_by_their_sources_alone() -> None:
     heavy = ["pydicom", "pylibjpeg"]
     code = f"""

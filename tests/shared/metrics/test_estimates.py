@@ -103,6 +103,14 @@ def test_images_of_one_patient_are_drawn_together() -> None:
     assert alone.se < 0.85 * once.se
 
 
+@pytest.mark.parametrize(("groups", "se", "low"), [(None, 1.340667, 0.008059), ("aabbccdd", 0.734512, 0.099317)])
+def test_a_precision_of_few_positives_has_a_wide_interval(groups: str | None, se: float, low: float) -> None:
+    """Of three positives: draws vary √(3/2) times less than samples, and t has two degrees of freedom."""
+    truth, scores = np.array([1, 0, 1, 0, 0, 1, 0, 0], dtype=bool), np.arange(9, 1, -1) / 10
+    found = precision_estimate(truth, scores, groups and list(groups))
+    assert (found.value, found.se, found.low) == pytest.approx((13 / 18, se, low), rel=1e-4)
+
+
 def test_an_interval_on_the_logit_scale_ends_between_0_and_1() -> None:
     told = on_logit_scale(1 - 1e-9, 0.5, 10)
     assert 0 <= told.low < told.value <= told.high <= 1
