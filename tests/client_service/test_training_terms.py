@@ -26,7 +26,7 @@ from pydantic import BaseModel
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.checks import Check, check_data, check_device
 from promptfed.client_service.joining.consent import Terminal
-from promptfed.client_service.joining.disclosure import EACH, Declared, Disclosure, disclose
+from promptfed.client_service.joining.disclosure import EACH, ROUNDS, Declared, Disclosure, _when, disclose
 from promptfed.client_service.privacy.agreement import AgreedTerms, Agreement, NotAgreed, terms_of
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.state.private_state import PrivateState
@@ -769,3 +769,14 @@ def test_what_the_owner_reads(changes: dict[str, Any], there: list[str], absent:
     text = "\n".join(lines)
     assert [line for line in there if line not in text] == []
     assert [line for line in absent if line in text] == []
+
+
+def test_when_a_phase_leaves() -> None:
+    every = list(range(1, ROUNDS + 1))
+    said = {
+        EACH: every,
+        "before the first round": [1],
+        "after the last round": [ROUNDS],
+        "in round 2 and later": every[1:],
+    }
+    assert {_when(rounds): rounds for rounds in said.values()} == said

@@ -174,6 +174,11 @@ STARTS: dict[str, dict[str, float]] = {
         "visual_aggregator.fq.w1": 0.166, "visual_aggregator.fa.w1": 0.1608,
     },
 }  # fmt: skip
+STARTS["plan alone"] = STARTS["plan"] | {  # without what is added to, both layers are drawn
+    "text_aggregator.fq.w2": 0.6524, "text_aggregator.fa.w1": 0.216, "text_aggregator.fa.w2": 0.6058,
+    "visual_aggregator.query": 0.0198, "visual_aggregator.fq.w1": 0.1594, "visual_aggregator.fq.w2": 0.5457,
+    "visual_aggregator.fa.w1": 0.1678, "visual_aggregator.fa.w2": 0.5009,
+}  # fmt: skip
 """Root mean squares of what is not zero before any training: uniform in ±1/√fan-in (their third of the square), or of
 deviation 0.02; by whichever paper. The draws follow from the seed alone."""
 
@@ -206,7 +211,7 @@ def test_what_a_shape_does_not_say_is_refused_where_it_is_needed(name: str) -> N
 @pytest.mark.parametrize("name", STARTS)
 def test_starts_are_drawn_as_wide_as_the_papers_say(name: str) -> None:
     kind, _, head = name.partition(" ")
-    method = make_method({"name": kind, **({"head": "linear"} if head else {})})
+    method = make_method({"name": kind} | {"head": {"head": "linear"}, "alone": {"residual": False}}.get(head, {}))
     clients = tuple(
         ClientInfo(a, "trainer", 5, NAMES[:3], Domain(name=a, description=f"a {a} of a {{}}")) for a in "ab"
     )
