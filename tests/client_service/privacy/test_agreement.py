@@ -223,3 +223,24 @@ def test_a_restored_coordinator_is_followed_so_many_times(tmp_path: Path) -> Non
         own.expect_consent()
     anew = Agreement.made(own.state, own.consent.terms)
     assert (anew.sent.restores, anew.sent.sent, anew.changes(own.consent.terms)) == (0, own.sent.sent, [])
+
+
+@pytest.mark.parametrize(("allowed", "last"), [(7, 7), (None, 30)])
+def test_a_budget_may_end_before_the_rounds_do(
+    allowed: int | None, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agreement = agreed(PrivateState(tmp_path), {"name": "promptfl", "m": 4}, rounds=30)
+    monkeypatch.setattr(agreements, "allowed_rounds", lambda method, terms: allowed)
+    assert agreement.last_round == last
+
+
+def test_consent_that_cannot_be_read_is_damaged(tmp_path: Path) -> None:
+    state = PrivateState(tmp_path)
+    assert Agreement.kept(state) is None
+    agreement = agreed(state, {"name": "promptfl", "m": 4})
+    kept = Agreement.kept(state)
+    assert kept is not None
+    assert kept.consent == agreement.consent
+    state.write_note(agreements.FILE, '{"terms": 3}')
+    with pytest.raises(ClientError, match=rf"{agreements.FILE} is damaged"):
+        Agreement.kept(state)

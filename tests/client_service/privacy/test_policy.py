@@ -572,3 +572,14 @@ def test_of_several_labels_no_figure_leaves_under_a_floor() -> None:
         seed=0, evaluate_every=1,
     )  # fmt: skip
     assert [what_leaves(info, method, "trainer", None, floor=floor) for floor in (1, 2)] == ["plain", "withheld"]
+
+
+def test_what_was_answered_on_the_same_images_is_answered_again_and_on_no_others(tmp_path: Path) -> None:
+    """Round 1 is none of the two that are planned."""
+    answered = AnsweredStates(PrivateState(tmp_path / "state"), 2, last=10)
+    assert answered.admitted({"test": "a"}, "state", 0) == {"test"}
+    assert answered.admitted({"again": "a"}, "state", 1) == {"again"}
+    assert answered.admitted({"test": "b"}, "state", 1) == set()
+    assert answered.admitted({"test": "a"}, "other", 1) == set()
+    assert answered.admitted({"test": "a", "more": "c"}, "other", 10) == {"test", "more"}
+    assert answered.admitted({"test": "a"}, "third", 10) == set(), "no room is left"
