@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -220,6 +221,25 @@ def test_who_waits_for_its_turn_ends_at_a_failure_alone_and_says_it_as_it_is() -
     assert one.force_exit is False
     one.handle_exit(signal.SIGINT, None)
     assert one.force_exit is True, "a second Ctrl-C waits for nothing"
+
+
+def test_every_socket_has_the_long_queue_before_it_is_said_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    async def startup(self: uvicorn.Server, sockets: Any = None) -> None:
+        done.append("up")
+
+    @asynccontextmanager
+    async def nothing(app: FastAPI) -> AsyncIterator[None]:
+        yield
+
+    monkeypatch.setattr(uvicorn.Server, "startup", startup)
+    monkeypatch.setattr(server, "lifespan", nothing)
+    one = server.Server(server._config(Settings(), FastAPI()), FastAPI(), lambda: done.append("ready"))
+    sockets: Any = [SimpleNamespace(listen=done.append), SimpleNamespace(listen=done.append)]
+    asyncio.run(one.startup(sockets))
+    asyncio.run(one.startup())
+    assert done == ["up", server.QUEUE, server.QUEUE, "ready", "up", "ready"]
 
 
 def test_an_end_waits_for_no_computing_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,6 +218,14 @@ def test_a_known_mean_takes_the_optimizer_s_step_with_both() -> None:
     assert both.rule.keys() == {"x"}, "a mean has judged nobody"
 
 
+def test_results_are_arrays_however_deep_they_lie() -> None:
+    given = {"a": (torch.ones(2, requires_grad=True), np.float32(2)), "b": {"c": torch.zeros(1)}, "d": "text", "e": 1.5}
+    found = global_state._arrays(given)
+    assert [type(part) for part in (*found["a"], found["b"]["c"])] == [np.ndarray] * 3
+    assert isinstance(found["a"], tuple)
+    assert (found["a"][0].tolist(), found["a"][1].item(), found["d"], found["e"]) == ([1, 1], 2, "text", 1.5)
+
+
 def test_draws_are_those_of_torch() -> None:
     for seed in (0, 5, (1 << 62) + 11):
         with_numpy, with_torch = draws(seed, "a"), generator(seed, "a")

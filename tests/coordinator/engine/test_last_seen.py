@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,3 +165,19 @@ def test_whether_the_store_can_be_written_is_asked_now_and_then_and_logged_once(
     changed = why is None or not why.startswith("nothing can be written: the coordinator's")
     assert len(caplog.messages) == (why is not None) + changed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_who_ask_at_once_are_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: Any = None
+    asked, looks = Writable(nothing, nothing), list[threading.Thread]()
+
+    def look() -> None:
+        looks.append(other := threading.Thread(target=asked.why_not))
+        if len(looks) == 1:
+            other.start()
+            other.join(0.05)  # it can only end where it looks too
+
+    monkeypatch.setattr(asked, "_look", look)
+    asked.why_not()
+    looks[0].join()
+    assert len(looks) == 1

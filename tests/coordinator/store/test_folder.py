@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
 import pytest
 
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.folder import FolderInUse, FolderLock
+from promptfed.coordinator.store.folder import FolderInUse, FolderLock, _close_to_others
 from promptfed.coordinator.store.opening import open_store
 
 
@@ -22,7 +23,7 @@ def test_one_lock_per_folder(tmp_path: Path) -> None:
     second.release()
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o644])
 def test_the_data_folder_is_for_its_owner_alone_also_where_it_was_there_before(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
@@ -32,3 +33,16 @@ def test_the_data_folder_is_for_its_owner_alone_also_where_it_was_there_before(t
     new = tmp_path / "new"
     open_store(Settings(data_dir=new)).close()
     assert stat.S_IMODE(new.stat().st_mode) == 0o700
+
+
+def test_a_closed_folder_and_another_user_s_are_left_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path, mode: int) -> None:
+        raise PermissionError(1, "not yours")
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    for mode, warned in ((0o700, False), (0o600, False), (0o750, True)):
+        os.chmod(tmp_path, mode)
+        _close_to_others(tmp_path)
+        assert [f"{tmp_path} belongs to another user" in line for line in caplog.messages] == [True] * warned

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,6 +165,15 @@ def test_objects_and_a_database_keep_one_name(
     assert (bucket.given if bucket is not None else []) == named
 
 
+def test_a_database_is_waited_for_as_long_as_the_settings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(Database, "connect", lambda self, seconds: waited.append(seconds))
+    settings = Settings(data_dir=tmp_path, database_wait_seconds=7)
+    for look in (open_store, open_to_look):
+        look(settings).close()
+    assert waited == [7, 7]
+
+
 def test_who_cannot_be_opened_lets_go_of_all_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     away = Named(None, error=ObjectStoreAway("it is away"))
     opened(tmp_path)
@@ -203,3 +213,23 @@ def test_a_coordinator_waits_for_its_turn_and_gives_it_back_where_it_cannot_work
     assert waiting.next_store() is None
     waiting.close()
     opening.Waiting(Settings(data_dir=tmp_path / "a")).close()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "fsync", "refused", "warned"),
+    [("UTF8", "on", False, 0), ("UTF8", "off", False, 1), ("SQL_ASCII", "on", True, 0)],
+)
+def test_a_server_holds_every_name_and_is_warned_of_once(
+    encoding: str, fsync: str, refused: bool, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = {"SHOW server_encoding": encoding, "SHOW fsync": fsync}
+
+    @contextmanager
+    def connect() -> Iterator[Any]:
+        yield SimpleNamespace(exec_driver_sql=lambda text: SimpleNamespace(scalar=lambda: answers[text]))
+
+    backend: Any = SimpleNamespace(writer=SimpleNamespace(connect=connect), place="here", _warned=False)
+    for _ in range(2):
+        with pytest.raises(CannotOpen, match="create it with ENCODING 'UTF8'") if refused else nullcontext():
+            PostgreSQL.check(backend)
+    assert len(caplog.messages) == warned

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from promptfed.coordinator.domain.federation import Client, EnrolmentToken, Federation, new_federation
 from promptfed.coordinator.domain.run_state import Member
-from promptfed.coordinator.problems import Refusal
+from promptfed.coordinator.problems import Ended, NotFound, PhaseClosed, Refusal
 from promptfed.coordinator.resources.clients import operations
 from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.messages import MOST_PEERS, EnrolRequest
@@ -190,3 +192,49 @@ def test_class_names_are_bounded_as_text(monkeypatch: pytest.MonkeyPatch) -> Non
         assert refusal(operations._check_class_names, listed, request()) is None
         assert refusal(operations._check_class_names, listed, request(class_names=["circle"])) is None
         assert refusal(operations._check_class_names, listed, request(class_names=["dog"])) == "unknown-class"
+
+
+@pytest.mark.parametrize(
+    ("refused", "path", "kept"),
+    [
+        (Ended("over"), "/v1/f/task", False), (PhaseClosed("over"), "/v1/f/task", False),
+        (Ended("over"), "/v1/f/tasks/t/update", True), (PhaseClosed("over"), "/v1/f/tasks/t/update", True),
+        (NotFound("x" * 3000), "/v1/f/task", True), (NotFound("x"), "/v1/" + "f" * 600, True),
+    ],
+)  # fmt: skip
+def test_the_last_real_refusal_of_a_client_is_kept(refused: Refusal, path: str, kept: bool) -> None:
+    entries: list[Any] = []
+
+    async def submit(entry: Any) -> bool:
+        entries.append(entry)
+        return True
+
+    registry: Any = SimpleNamespace(committer=SimpleNamespace(submit=submit))
+    asyncio.run(operations.record_refusal(registry, "fed-1", "a", refused, path))
+    assert [entry.about | {"at": None} for entry in entries] == [
+        {
+            "type": refused.kind,
+            "status": refused.status,
+            "detail": refused.detail[:2000],
+            "path": path[:500],
+            "at": None,
+        }
+    ] * kept
+
+
+@pytest.mark.parametrize(
+    ("state", "active", "awaited", "kind"),
+    [
+        ("running", True, False, "wrong-state"), ("running", False, True, "wrong-state"), ("running", False, False, None),
+        ("enrolling", True, False, "wrong-state"), ("finished", True, True, None), ("cancelled", False, True, None),
+    ],
+)  # fmt: skip
+def test_updates_are_deleted_of_who_takes_part_no_more(
+    state: Any, active: bool, awaited: bool, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations.retention, "awaits_computing", lambda session, id, name: awaited)
+    one = federation(1)
+    one = replace(one, run=replace(one.run, state=state, members={"c0": Member("trainer", active=active)}))
+    for name in ("c0", "cli-c0"):
+        assert refusal(operations._expect_deletable, one, None, name) == kind
+    assert refusal(operations._expect_deletable, one, None, "nobody") == "not-found"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sqlalchemy import text
 
 from promptfed.coordinator.aggregation import global_state
-from promptfed.shared.api.api_schemas import AuditEntry, BrokenChain, check_chain
+from promptfed.coordinator.resources.clients import tokens
+from promptfed.shared.api.api_schemas import AuditEntry, BrokenChain, TokenRequest, check_chain
+from promptfed.shared.service.invitation import decode
 from promptfed.testing.clients import bearer, secret_of, spec
 from tests.support.coordinators import InThread, Make
 from tests.support.open_phases import enrolled, told
@@ -335,3 +339,24 @@ def test_a_stream_ends_once_its_operator_is_revoked(coordinator: InThread) -> No
         for _ in lines:
             assert time.monotonic() < until, "at once: not when something happens, nor at the next look after a minute"
     assert coordinator.http.get(f"/v1/federations/{federation}", headers=otto).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("asked", "address", "client", "authority"),
+    [
+        ({"name": "ward"}, "https://c", "ward", "ab" * 32),
+        ({"name": "ward"}, "http://c", "ward", None),
+        ({"name": "ward", "client": "a"}, "https://c", "a", "ab" * 32),
+        ({"name": "ward", "uses": 2}, "https://c", None, "ab" * 32),
+        ({}, "https://c", None, "ab" * 32),
+    ],
+)
+def test_an_invitation_names_whom_it_is_for(
+    asked: dict[str, Any], address: str, client: str | None, authority: str | None
+) -> None:
+    request = TokenRequest.model_validate({"address": address, "role": "trainer"} | asked)
+    minted: Any = SimpleNamespace(token="secret", expires_at=datetime(2030, 1, 1, tzinfo=UTC))
+    federation: Any = SimpleNamespace(name="eyes")
+    told = decode(tokens._invitation(federation, request, minted, "ab" * 32))
+    assert (told.coordinator, told.federation, told.token, told.role) == (address, "eyes", "secret", "trainer")
+    assert (told.client, told.authority, told.expires_at.year) == (client, authority, 2030)

@@ -1,0 +1,120 @@
+"""What is served of a task and counted, and the limits of what is taken for it, at their boundaries."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from promptfed.coordinator.problems import NormTooLarge, NotFound, PayloadGone, PrivacyMismatch
+from promptfed.coordinator.resources.tasks import reports, served, updates
+from promptfed.shared.messages import EvaluationRequest
+from promptfed.testing.clients import CLASSES
+from tests.support.coordinators import InProcess
+from tests.support.open_phases import open_first_phase
+
+
+def registry_of(place: bytes | Path) -> tuple[Any, list[int]]:
+    counted: list[int] = []
+    blobs = SimpleNamespace(place=lambda digest: place, remembered=lambda digest: None)
+    metrics = SimpleNamespace(bytes_down=SimpleNamespace(inc=lambda size: counted.append(size)))
+    last_seen = SimpleNamespace(served=lambda task_id, size: counted.append(size))
+    return SimpleNamespace(blobs=blobs, metrics=metrics, last_seen=last_seen, database=None), counted
+
+
+@pytest.mark.parametrize(
+    ("place", "begin", "counted"),
+    [
+        (b"x" * 10, 0, 10), (b"x" * 10, 4, 10), (Path("x"), 0, 10), (Path("x"), 4, 6), (Path("x"), 9, 1),
+        (Path("x"), 10, 10), (Path("x"), 11, 10),
+    ],
+)  # fmt: skip
+def test_what_is_sent_of_a_payload_counts_once(
+    place: bytes | Path, begin: int, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, sizes = registry_of(place)
+    task = SimpleNamespace(id="t", round=1, payload_sha256="sha256:0", payload_bytes=10, payload_stored=True)
+    monkeypatch.setattr(served, "asked_task", lambda *about: task)
+    nothing: Any = None
+    assert served.served_payload(registry, nothing, nothing, "t", begin) == ("sha256:0", place)
+    assert sizes == [counted] * 2, "for the task and for the metrics"
+    for change, kind in (({"payload_stored": False}, PayloadGone), ({"payload_sha256": None}, NotFound)):
+        monkeypatch.setattr(served, "asked_task", lambda *about, c=change: SimpleNamespace(**vars(task) | c))
+        with pytest.raises(kind):
+            served.served_payload(registry, nothing, nothing, "t")
+    assert len(sizes) == 2
+
+
+def test_a_small_payload_in_memory_comes_within_the_task(
+    coordinator: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation, _, (task, _) = open_first_phase(coordinator, class_names=CLASSES)
+    registry, size = coordinator.registry, task["payload"]["bytes"]
+    found = registry.get(federation)
+    own = found.tasks["a"]
+    content = registry.blobs.read(own.payload_sha256 or "")
+    sizes: list[int] = []
+    monkeypatch.setattr(served, "note_served", lambda registry, id, size: sizes.append(size))
+    for most, inline, there in ((size, True, True), (size - 1, True, False), (size, False, False)):
+        monkeypatch.setattr(served, "INLINE_BYTES", most)
+        told = served.message(registry, found, own, inline)
+        assert told.payload.data == (b64encode(content).decode() if there else None)
+    assert sizes == [size]
+    assert (told.round, told.phase, told.secure, told.selected) == (1, own.phase, None, None)
+    caller: Any = SimpleNamespace(federation=found, client=SimpleNamespace(name="a"))
+    assert served.is_at_hand(registry, caller, own.id)
+    assert not served.is_at_hand(registry, caller, "another")
+    monkeypatch.setattr(registry.blobs, "remembered", lambda digest: None)
+    assert served.message(registry, found, own, True).payload.data is None
+    assert not served.is_at_hand(registry, caller, own.id)
+    caller.client.name = "nobody"
+    assert not served.is_at_hand(registry, caller, own.id)
+
+
+@pytest.mark.parametrize("own", [None, 9.0])
+def test_a_change_is_as_long_as_it_may_be(own: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    admission = SimpleNamespace(max_update_norm=own)
+    federation: Any = SimpleNamespace(spec=SimpleNamespace(admission=admission), method=SimpleNamespace(name="x"))
+    tensors = {"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.float32)}
+    payload = {name: tensor - 1 for name, tensor in tensors.items()}
+    length = float(np.sqrt(10))
+    for limit, fits in ((length, True), (np.nextafter(length, 0), False)):
+        monkeypatch.setattr(updates, "change_limit", lambda spec, method, n, limit=limit: seen.append(n) or limit)
+        if fits:
+            assert updates._check_change(federation, tensors, payload) == pytest.approx(length)
+        else:
+            with pytest.raises(
+                NormTooLarge, match=r"admission.max_update_norm\)" if own else "x's limit for 10 numbers"
+            ):
+                updates._check_change(federation, tensors, payload)
+    assert seen == [10, 10]
+
+
+COUNTS = {"mechanism": "laplace", "q": 1.0, "z": 0.1, "count": 3}
+
+
+@pytest.mark.parametrize(
+    ("event", "fits"),
+    [
+        (None, True), (COUNTS, True), (COUNTS | {"count": 1}, True), (COUNTS | {"count": 4}, False),
+        (COUNTS | {"z": 0.2}, False), (COUNTS | {"q": 0.5}, False), (COUNTS | {"mechanism": "gaussian"}, False),
+    ],
+)  # fmt: skip
+def test_noisy_counts_cost_what_the_terms_give(event: dict[str, Any] | None, fits: bool) -> None:
+    result = {"accuracy": 0.5, "num_samples": 3}
+    body: dict[str, Any] = {"splits": {"test": result, "val": result}, "zero_shot": {"test": result}}
+    request = EvaluationRequest.model_validate(body)
+    if event is not None:
+        one = SimpleNamespace(**event, model_dump=lambda: event)
+        request = request.model_copy(update={"privacy": SimpleNamespace(events=[one])})
+    federation: Any = SimpleNamespace(spec=SimpleNamespace(privacy=SimpleNamespace(evaluation_epsilon=0.1)))
+    if fits:
+        reports._check_counts(federation, request)
+    else:
+        with pytest.raises(PrivacyMismatch, match=r"at most 3 counts with laplace noise of 0\.1"):
+            reports._check_counts(federation, request)
