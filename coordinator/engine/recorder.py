@@ -224,7 +224,7 @@ class _Recorder:
     def _asked(self, fact: run_state.Asked) -> None:
         self._change.flush()
         tasks = select(func.count()).where(TaskRow.phase_id == self._stage().id)
-        self._add_tasks(fact.names, self._session.scalar(tasks) or 0)
+        self._add_tasks(fact.names, self._session.scalars(tasks).one())
         self._change.emit("clients-asked", **self._where(), asked=list(fact.names))
 
     def _add_tasks(self, names: tuple[str, ...], first: int) -> None:

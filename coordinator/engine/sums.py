@@ -49,7 +49,7 @@ def terms_of(federation: Federation, row: PhaseRow) -> NoiseTerms:
 def released(session: Session, federation: Federation) -> int:
     """How many noised sums there have been so far."""
     mine = (StateRow.federation_id == federation.id, StateRow.phase_id.is_not(None))
-    return session.scalar(select(func.count()).where(*mine)) or 0
+    return session.scalars(select(func.count()).where(*mine)).one()
 
 
 def noise_told(federation: Federation, terms: NoiseTerms, phases: int, noise: str) -> dict[str, Any]:

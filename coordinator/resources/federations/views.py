@@ -271,7 +271,7 @@ def _withheld(session: Session, federation: Federation) -> int:
     # As text: where one body is damaged, SQLite refuses to look into any as JSON.
     body = cast(EvaluationRow.body, Text)
     joined = select(func.count()).select_from(EvaluationRow).join(TaskRow, TaskRow.id == EvaluationRow.task_id)
-    return session.scalar(joined.where(TaskRow.federation_id == federation.id, body.like('%"withheld": true%'))) or 0
+    return session.scalars(joined.where(TaskRow.federation_id == federation.id, body.like('%"withheld": true%'))).one()
 
 
 def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]:

@@ -253,6 +253,17 @@ def test_multi_krum_weighs_what_it_has_chosen_and_keeps_the_cap(weights: list[fl
     is_close(aggregate, [sum(w * v[d] for w, v in zip(wanted, vectors, strict=False)) for d in range(10)])
 
 
+@pytest.mark.parametrize(
+    "given", [{"rule": "mean", "clip_norm": 9.0}, {"rule": "median"}, {"rule": "trimmed_mean", "tolerate": 0.2}]
+)
+def test_only_the_proportions_of_weights_count(given: dict[str, Any]) -> None:
+    vectors, weights = some(3, 5), [0.1, 0.3, 0.2, 0.25, 0.15]
+    small, large = rule_of(**given), rule_of(**given)
+    is_close(flat(small(updates_of(vectors, weights))), flat(large(updates_of(vectors, [4 * one for one in weights]))))
+    for rule in (small, large):
+        assert sum(one.influence for one in rule.judged.values()) == pytest.approx(1)
+
+
 # Shares and the weighted mean.
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from promptfed.coordinator.engine.registry import Waits, Wakeups, wait
 from promptfed.coordinator.http import json_bodies, uploads
 from promptfed.coordinator.http.uploads import SMALL
 from promptfed.testing.clients import ScriptedClient, content_digest, secret_of, trained, update_body
 from tests.support.coordinators import InThread
 from tests.support.open_phases import open_first_phase
-from tests.support.waiting import wait_for
+from tests.support.waiting import PATIENCE, wait_for
 
 
 @pytest.fixture
@@ -113,3 +117,57 @@ def test_an_operator_has_sixteen_streams(coordinator: InThread) -> None:
     wait_for("the oldest have ended", lambda: sum(map(len, coordinator.registry.streams.values())) == 16)
     for left in begun:
         left.close()
+
+
+def test_a_wait_ends_with_its_caller_or_newer_ones_and_is_counted_meanwhile() -> None:
+    counted, woken = list[int](), list[object]()
+    gauge: Any = SimpleNamespace(inc=lambda: counted.append(1), dec=lambda: counted.append(-1))
+    wakeups: Any = SimpleNamespace(wake=woken.extend)
+    waits = Waits(wakeups, gauge)
+    messages: list[str] = ["http.request", "http.request", "http.disconnect"]
+
+    async def gone() -> Any:
+        await asyncio.sleep(0)
+        return {"type": messages.pop(0)}
+
+    async def stays() -> Any:
+        await asyncio.sleep(PATIENCE)
+
+    async def live() -> None:
+        with waits.begun("a", None) as none:
+            assert (none.over, counted, waits._by_key) == (False, [], {}), "it does not wait"
+        with waits.begun("a", gone) as left:
+            for _ in range(9):
+                await asyncio.sleep(0)
+            assert (left.over, woken, messages) == (True, ["a"], [])
+        assert waits._by_key == {}
+        woken.clear()
+        with waits.begun("a", stays) as first, waits.begun("b", stays) as other, waits.begun("a", stays) as second:
+            assert woken == []
+            with waits.begun("a", stays) as third:
+                assert [one.over for one in (first, other, second, third)] == [True, False, False, False]
+                assert woken == ["a"]
+                assert sum(counted) == 4
+            assert sum(counted) == 3
+        assert (sum(counted), waits._by_key) == (0, {})
+
+    asyncio.run(live())
+
+
+def test_a_wakeup_is_missed_by_nobody() -> None:
+    async def live() -> None:
+        wakeups = Wakeups()
+        for name in ("a", "b"):
+            assert wakeups.listen(name) is wakeups.listen(name)
+        a, b = wakeups.listen("a"), wakeups.listen("b")
+        wakeups.wake(["a", "nobody"])
+        assert (a.is_set(), b.is_set(), wakeups.listen("a").is_set()) == (True, False, False)
+        wakeups.wake_all()
+        assert b.is_set()
+        assert not wakeups.closed
+        c = wakeups.listen("c")
+        wakeups.close()
+        assert (c.is_set(), wakeups.closed, wakeups.listen("d").is_set()) == (True, True, True)
+        assert [await wait(c, PATIENCE), await wait(asyncio.Event(), 0.0)] == [True, False]
+
+    asyncio.run(live())

@@ -225,7 +225,8 @@ def test_the_last_real_refusal_of_a_client_is_kept(refused: Refusal, path: str, 
 @pytest.mark.parametrize(
     ("state", "active", "awaited", "kind"),
     [
-        ("running", True, False, "wrong-state"), ("running", False, True, "wrong-state"), ("running", False, False, None),
+        ("running", True, False, "wrong-state"), ("running", False, True, "wrong-state"),
+        ("running", False, False, None),
         ("enrolling", True, False, "wrong-state"), ("finished", True, True, None), ("cancelled", False, True, None),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from promptfed.coordinator.engine.readable import Reading
 from promptfed.coordinator.resources.results import evaluations, numbers, phases
-from promptfed.shared.api.report_schemas import ClientEvaluation
+from promptfed.shared.api.report_schemas import ClientEvaluation, PhaseReport
 from promptfed.shared.messages import SplitResult
 
 AT = datetime(2026, 1, 1, tzinfo=UTC).isoformat()
@@ -166,3 +166,56 @@ def test_every_number_of_a_round_is_a_line() -> None:
     ]  # fmt: skip
     phase.seconds, report.evaluation = 1.5, None
     assert "3,train,,,seconds,1.5" in numbers._csv(numbers._numbers(report)).decode().splitlines()
+
+
+def test_a_sum_s_report_is_of_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = "2026-01-01T00:00:05+00:00"
+    stages = [
+        SimpleNamespace(id=id, round=1, step=id, opened_at=AT, completed_at=end if id == 5 else None, measured=None)
+        for id in range(1, 6)
+    ]
+    stages[-1].measured = {"phase": {"mean_norm": 0.5}}
+    first = PhaseReport.model_construct(failed=["first"], expired=["z"], unreadable=["u"], secure=None)
+    monkeypatch.setattr(phases, "phase_report", lambda session, federation, stage: {1: first}[stage.id])
+    failure = {"type": "error", "detail": "x"}
+    tasks = [
+        SimpleNamespace(phase_id=at, client=name, status=status, failure=why, bytes_down=1)
+        for at, name, status, why in (
+            (1, "a", "expired", None), (2, "b", "expired", None), (3, "c", "expired", failure),
+            (3, "d", "answered", failure), (4, "e", "answered", None), (5, "b", "expired", None),
+        )
+    ]  # fmt: skip
+    monkeypatch.setattr(phases, "rows_by_client", lambda session, table, *where: tasks)
+    spent = {"epsilon": 1.0, "delta": 1e-5, "noise_multiplier": 1.0, "noise": "secret", "ledger_epsilon": 1.0}
+    answers = [
+        SimpleNamespace(client=name, digest=f"sha256:{name}", weight=weight, counted=counted, spent=cost)
+        for name, weight, counted, cost in (
+            ("a", 0.25, True, spent), ("b", None, True, None), ("c", 0.5, False, {"epsilon": "x"}),
+        )
+    ]  # fmt: skip
+
+    def session(total: Any, sent: int | None) -> Any:
+        values = iter([sent, "sha256:state"])
+        return SimpleNamespace(
+            execute=lambda query: SimpleNamespace(all=lambda: answers),
+            scalars=lambda query: SimpleNamespace(one_or_none=lambda: total),
+            scalar=lambda query: next(values),
+        )
+
+    secure = SimpleNamespace(attempt=2)
+    federation: Any = SimpleNamespace(rules=SimpleNamespace(plan=lambda round, step: SimpleNamespace(secure=secure)))
+    told = phases.secure_report(session(SimpleNamespace(count=3, weight=40.0), 99), federation, stages)
+    assert [(one.client, one.weight) for one in told.counted] == [("a", 0.25), ("b", 0.0)]
+    assert ([getattr(one, "client", one) for one in told.failed], told.expired) == (["first", "c", "d"], ["b", "z"])
+    assert (told.bytes_up, told.bytes_down, told.seconds, told.state_hash) == (99, 6, 5.0, "sha256:state")
+    assert told.secure is not None
+    assert (told.secure.attempt, told.secure.sum_clients, told.secure.sum_weight) == (2, 3, 40.0)
+    assert (told.secure.mean_norm, list(told.secure.privacy or ())) == (0.5, ["a"])
+    assert (len(told.unreadable), told.unreadable[0]) == (2, "u")
+    for answer in answers:
+        answer.spent = None
+    stages[-1].completed_at = None
+    bare = phases.secure_report(session(None, None), federation, stages)
+    assert bare.secure is not None
+    assert (bare.secure.sum_clients, bare.secure.sum_weight, bare.secure.privacy) == (None, None, None)
+    assert (bare.bytes_up, bare.completed_at, bare.seconds) == (0, None, None)
