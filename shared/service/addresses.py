@@ -45,7 +45,7 @@ def address_parts(address: str) -> SplitResult:
     """The parts of a service's address. Raises ValueError if it is none."""
     try:
         parts = urlsplit(address)
-        is_address = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # a port beyond 65535, a bracket that is not closed
         is_address = False
     if not is_address or not address.isprintable() or " " in address:

@@ -160,6 +160,10 @@ def test_a_source_to_be_tested_on_alone_shows_nothing_to_train_on() -> None:
 
 
 UNUSABLE = [
+    (
+        "emoji:flat?level=names&test=noto&drawn_by=contrast+fxemoji+notomono+three+notov1&purpose=validation",
+        "take fewer",
+    ),
     ("emoji:sketch", "unknown style sketch; emoji has flat, three,"),
     ("emoji:flat?level=names&test=contrast", "the styles of microsoft share drawings"),
     ("emoji:flat?test=noto", "test is for level=names"),

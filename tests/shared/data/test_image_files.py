@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from promptfed.shared.data import image_files
+from promptfed.shared.data import DataError, image_files
 
 DICOM = b"\x00" * 128 + b"DICM"
 
@@ -47,3 +47,18 @@ def test_a_large_picture_is_shrunk_by_a_whole_number(
     monkeypatch.setattr(image_files, "SHRUNK", 10_000)
     monkeypatch.setattr(image_files, "LEAST_SIDE", 30)
     assert image_files.shrunk(Image.new("RGB", size)).size == size_after
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"), [("warn", ""), ("bomb", "it has too many pixels; make it smaller, as in: magick a.png")]
+)
+def test_a_picture_of_too_many_pixels_has_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, says: str
+) -> None:
+    Image.new("RGB", (20, 10)).save(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100 if mode == "warn" else 99)
+    if says:
+        with pytest.raises(DataError, match=says):
+            image_files.read_image(tmp_path / "a.png")
+    else:
+        assert image_files.read_image(tmp_path / "a.png").size == (20, 10)

@@ -297,3 +297,18 @@ def test_the_depth_of_jpeg_2000_stands_in_the_head_of_its_stream(before: int | N
     file.seek(3)
     assert pixels._bits_of_jpeg2000(SimpleNamespace(fp=file)) == bits
     assert file.tell() == 3
+
+
+def test_deep_colours_without_a_faithful_place_are_refused() -> None:
+    def deep(mode: str, top: int, **info: object) -> Image.Image:
+        image = Image.new(mode, (2, 1), (top, 3, 4, 255)[: len(mode)])
+        image.info |= info
+        return image
+
+    for image in (deep("RGB", 16), deep("RGBA", 16), deep("CMYK", 1)):
+        pixels._check_deep_colours(image)
+    for image in (deep("RGB", 15), deep("RGBA", 15)):
+        with pytest.raises(pixels.Unfaithful, match="its 16-bit colours use 12 bits or fewer"):
+            pixels._check_deep_colours(image)
+    with pytest.raises(pixels.Unfaithful, match="its transparent colour has 16 bits"):
+        pixels._check_deep_colours(deep("RGB", 99, transparency=(1, 2, 3)))

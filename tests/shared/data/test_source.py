@@ -212,3 +212,27 @@ def test_few_files_are_read_ahead_in_their_order(monkeypatch: pytest.MonkeyPatch
     assert [answer.error for answer in answers] == [str(number) for number in range(20)]
     assert (most[0], under_way[0]) == (2 * readers.AHEAD, 0)
     pool.close()
+
+
+def test_what_a_child_did_not_take_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that is broken when it is written to, and when it is closed: another child is asked."""
+
+    class Broken(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise BrokenPipeError
+
+        def close(self) -> None:
+            raise BrokenPipeError
+
+    first, second = Process(b""), Process(FACTS)
+    first.stdin = Broken()
+    begun = iter((first, second))
+    monkeypatch.setattr(readers.subprocess, "Popen", lambda command, **options: next(begun))
+    assert readers._Child().read(Request("facts"), None).facts == {"frames": 2}
+    closed: list[int] = []
+    monkeypatch.setattr(
+        readers, "_readers", {1: None, os.getpid(): type("R", (), {"close": lambda self: closed.append(1)})()}
+    )
+    for pid in (1, os.getpid(), os.getpid()):
+        readers._close(pid)
+    assert (closed, list(readers._readers)) == ([1], [1])

@@ -431,3 +431,31 @@ def test_a_child_ends_where_nothing_is_asked(
     worker.serve(io.BytesIO(line * 2), answers)
     assert answers.getvalue().count(b"it is gone") == answered
     assert waits == [worker.IDLE_SECONDS] * 2 * poll
+
+
+def test_a_child_cuts_the_images_that_were_opened(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{k}.png" for k in range(2)]
+    for k, path in enumerate(paths):
+        Image.new("RGB", (8, 6), (50 * k, 0, 9)).save(path)
+    known = [image_digest(Image.open(path)) for path in paths]
+    settings = {"cut": {"scale": 4, "crop": [4, 4], "resample": 3}, "paths": list(map(str, paths)), "greys": [None] * 2}
+    told, parts = worker.answer({"do": "cut", "path": "", "settings": settings | {"digests": known}})
+    assert told == {"bytes": 96}
+    assert [bytes(part) for part in parts] == [bytes([50 * k] * 16 + [0] * 16 + [9] * 16) for k in range(2)]
+    told, _ = worker.answer({"do": "cut", "path": "", "settings": settings | {"digests": known[::-1]}})
+    assert told == {"error": "a file is not what it was when the data were opened"}
+
+
+def test_a_folder_that_cannot_be_listed_is_named_to_its_owner_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = table(tmp_path, ["path", "label"], ["a", "x"])
+
+    def refusing(root: Path, under: str) -> Any:
+        raise PermissionError(13, "Permission denied", f"{root}/secret")
+
+    monkeypatch.setattr(opening, "_entries", refusing)
+    error = refused(uri)
+    assert "a folder under it cannot be listed: permission denied" in str(error)
+    assert "secret" not in str(error)
+    assert "secret" in " ".join(error.problems)
