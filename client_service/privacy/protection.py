@@ -314,8 +314,6 @@ def _planned_noise(state: PrivateState | None, privacy: PrivacySpec, shape: Even
 
 
 def _noise(privacy: PrivacySpec, delta: float, shape: Event) -> float:
-    if privacy.noise_multiplier is not None:
-        return privacy.noise_multiplier
     assert privacy.epsilon is not None
     return calibrate(privacy.epsilon, delta, shape.q, shape.count)
 

@@ -764,6 +764,9 @@ def test_the_stricter_of_federation_and_owner_says_what_leaves() -> None:
     assert found == ["withheld", "plain", "plain"], "noise does not select"
     whole = [[leaves(one, owner, level="client") for one in ("plain", "withheld", None)] for owner in (None, "plain")]
     assert whole == [["withheld"] * 3, ["plain", "withheld", "withheld"]], "in the clear only where both say so"
+    assert leaves("plain", "plain", level="client", method=tuned) == "plain", (
+        "noise for whole clients hides records too"
+    )
     assert leaves("plain", None, handed_in=True) == "plain"
     several = make_method({"name": "promptfl", "task": "multi_label"})
     figures = [leaves(*one, method=several) for one in (("noisy", None), (None, "noisy"), ("plain", "plain"))]

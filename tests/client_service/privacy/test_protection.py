@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.client_service.privacy import protection
 from promptfed.client_service.privacy.ledger import FILE as HEAD
-from promptfed.client_service.privacy.ledger import Ledger
+from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger
 from promptfed.client_service.privacy.noisy_counts import NoisyCounts, declared_images
 from promptfed.client_service.privacy.policy import Policy
 from promptfed.client_service.privacy.protection import (
@@ -33,7 +34,7 @@ from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.training import TaskCancelled
-from promptfed.shared.privacy.accounting import Event, epsilon_of, replace_one_epsilon
+from promptfed.shared.privacy.accounting import Event, PrivacyError, epsilon_of, replace_one_epsilon
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import BackboneSpec, TrainingSpec
@@ -253,3 +254,25 @@ def test_a_ledger_of_test_images_begins_with_the_first_delta_that_is_named(
     assert counts.ledger.delta() == delta
     assert counts.begun(source, {}, 1e-7) is counts
     assert counts.ledger.delta() == delta, "begun before"
+
+
+def test_budgets_and_deltas_at_their_very_limits(tmp_path: Path) -> None:
+    planned = PrivacyPlan(24, 2.0, 1e-3, 8, 0.25, 1.0, 8.0, 8.0)
+    protection.expect_room(planned, "eyes")
+    protection.expect_room(replace(planned, in_all=8.5), "eyes", partial=True)
+    with pytest.raises(ClientError, match=r"all rounds would make ε = 8\.5 of the 8 that the data set 'eyes' has"):
+        protection.expect_room(replace(planned, in_all=8.5), "eyes")
+    for allowed, delta, fits in ((None, 1.0, True), (1e-3, 1e-3, True), (1e-3, 1.1e-3, False)):
+        with nullcontext() if fits else pytest.raises(PrivacyError, match="is larger than the federation allows"):
+            protection._check_allowed(PrivacySpec(level="sample", delta=allowed), delta)
+    ledger, event = Ledger(tmp_path / "ledger.jsonl"), Event("laplace", 1.0, 0.5, 2)
+    ledger.open(1e-3)
+    cost = ledger.expect([event], 9.0, "test")
+    assert ledger.expect([event], cost, "test") == cost
+    with pytest.raises(BudgetExhausted, match="has spent ε = 0 of"):
+        ledger.expect([event], cost - 1e-9, "test")
+    about = {"federation_id": "f", "coordinator": "c", "round": 1, "phase": "p", "task_id": "t", "noise": "secret"}
+    assert ledger.spend("a", [event], cost, about, "test")
+    with pytest.raises(BudgetExhausted, match=f"has spent ε = {cost:.4g} of"):
+        ledger.expect([event], cost, "test")
+    assert ledger.expect([event], cost, "train") > 0, "training images have a budget of their own"
