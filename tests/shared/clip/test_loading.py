@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import open_clip
@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from promptfed.shared.clip import Backbone, BackboneError, load_backbone
+from promptfed.shared.clip import Backbone, BackboneError, load_backbone, loading
 from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from tests.shared.clip.conftest import CLASS_NAMES, CONFIGS, noise
 
@@ -91,6 +91,68 @@ def test_a_local_folder_brings_its_own_weights(small: Any, tmp_path: Any) -> Non
     assert backbone.fingerprint == small("small-vit").fingerprint
     with pytest.raises(BackboneError, match="brings its own weights"):
         load_backbone(f"local-dir:{tmp_path}", "openai", allow_unregistered=True)
+    hub = load_backbone("hf-hub:owner/name", None, allow_unregistered=True, weights_file=tmp_path)
+    assert torch.equal(hub.model.visual.proj, backbone.model.visual.proj)
+    assert (hub.model_name, hub.tokenizer_folder) == ("hf-hub:owner/name", tmp_path)
+    with pytest.raises(BackboneError, match="--allow-backbone hf-hub:owner/name"):
+        load_backbone("hf-hub:owner/name", None, weights_file=tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(BackboneError, match="holds no weights"):
+        load_backbone("hf-hub:owner/name", None, allow_unregistered=True, weights_file=tmp_path)
+    (tmp_path / "open_clip_config.json").unlink()
+    with pytest.raises(BackboneError, match="does not hold 'hf-hub:owner/name': give a folder with open_clip_config"):
+        load_backbone("hf-hub:owner/name", None, allow_unregistered=True, weights_file=tmp_path)
+
+
+def test_what_keeps_a_model_from_loading_is_told(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    (tmp_path / "a.pt").touch()
+    with pytest.raises(BackboneError, match="open_clip has no model 'small-vot'; near: small-vit"):
+        load_backbone("small-vot", "own", weights_file=tmp_path / "a.pt")
+    assert loading._tag("vit_tiny_patch16_224", "augreg_in21k") == "augreg_in21k"
+    broken = copy(small("small-vit"))
+    broken.precision, broken.model = "bf16", deepcopy(broken.model)
+    monkeypatch.setattr(broken.model, "encode_text", lambda ids: torch.zeros(1) @ torch.zeros(2))
+    with pytest.raises(BackboneError, match="small-vit does not run in bf16, use precision fp32: "):
+        loading.check_runs(broken)
+    hint = r"X \(tag\) cannot be loaded \(in bf16; try precision fp32\): a b"
+    with pytest.raises(BackboneError, match=hint), loading.load_errors("X", "tag", "bf16"):
+        raise ValueError("a\nb")
+    with pytest.raises(BackboneError, match="backbone X cannot be loaded: a"), loading.load_errors("X", None, "fp32"):
+        raise ValueError("a")
+    for config, says in (
+        ({"tokenizer_kwargs": {"trust_remote_code": True}}, "asks to run code of its own"),
+        ({"hf_model_name": "bert"}, "is one of transformers"),
+        (None, "configuration of 'm' cannot be read: "),
+    ):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr(
+            open_clip, "get_model_config", lambda name, text=config: {"text_cfg": dict(text), "vision_cfg": {}}
+        )
+        with pytest.raises(BackboneError, match=says):
+            loading._config("m")
+
+
+def test_embedded_weights_are_the_same_in_half_precision() -> None:
+    whole, half = (load_backbone("promptfed-tiny", "embedded", precision=one) for one in ("fp32", "bf16"))
+    assert half.model.visual.proj.dtype == torch.bfloat16
+    assert torch.equal(half.model.visual.proj, whole.model.visual.proj.bfloat16())
+    assert (half.pretrained, half.precision) == ("embedded", "bf16")
+
+
+def test_a_tower_without_text_refuses_what_needs_one() -> None:
+    backbone = load_backbone("timm:small_plain", None, allow_unregistered=True)
+    with pytest.raises(BackboneError, match="gives no patch features: choose a CLIP model"):
+        backbone.encode_patches(noise(1, 3, 32, 32))
+    assert backbone.patch_tokens is None
+    usual = dict(backbone._preprocess)
+    image = Image.new("RGB", (40, 36), "red")
+    for changed, cut in (({}, True), ({"crop_mode": "squash"}, False), ({"interpolation": "nearest"}, False)):
+        other = copy(backbone)
+        other.__dict__.pop("_halves", None)
+        other.__dict__.pop("_transform", None)
+        other._preprocess = usual | changed
+        assert (other.cut is not None) == cut
+        assert other.preprocess(image).shape == (3, 32, 32)
 
 
 def test_weights_trained_with_quick_gelu_get_it(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
