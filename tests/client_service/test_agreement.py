@@ -78,6 +78,7 @@ def altered(change: Change) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return garble
 
 
+@pytest.mark.extended
 def test_a_coordinator_that_offers_promptfl_and_asks_for_fedclip_gets_no_features(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_coordinator_that_offers_promptfl_and_asks_for_fedclip_gets_no_feature
     assert detail in caplog.text
 
 
+@pytest.mark.extended
 def test_no_more_tasks_than_the_rounds_allow(make: Make) -> None:
     coordinator = make.coordinator(rounds=2)
     coordinator.plan[2:2] = [("train", 1), ("evaluate", 0), ("train", 0)]  # asked once more, and a round of no spec
@@ -153,6 +155,7 @@ def test_an_update_that_is_refused_for_ever_is_not_made_for_ever(make: Make, mon
     assert [one["type"] for one in coordinator.failures].count("NotAgreed") == 9 - agreements.ATTEMPTS
 
 
+@pytest.mark.extended
 def test_an_evaluator_trains_nothing(make: Make, settings: Settings) -> None:
     coordinator = make.coordinator(rounds=1)
     own = settings.model_copy(update={"role": "evaluator"})
@@ -245,6 +248,7 @@ def test_a_change_of_the_offer_is_asked_again(make: Make) -> None:
     assert len(owner.shown) == 3  # a yes is kept
 
 
+@pytest.mark.extended
 def test_nobody_at_the_terminal_agrees_to_a_change(make: Make) -> None:
     coordinator = make.coordinator(rounds=1)
     alone = Terminal("text", ask=False)
@@ -294,6 +298,7 @@ def test_what_other_sites_learn_is_told() -> None:
     assert "image features" in told("fedcocoop", "operator")
 
 
+@pytest.mark.extended
 def test_text_says_what_others_learn_and_shows_names_as_text(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = ["sun\u200b[8m", "anchor\ufeff", "umbrella\xad", "pair\u2060"]
     coordinator = make.coordinator(rounds=0, method={"name": "fedclip"}, class_names=hostile)
@@ -359,6 +364,7 @@ def test_consent_can_be_called_back(make: Make, settings: Settings) -> None:
     assert len(coordinator.accepted) == 2
 
 
+@pytest.mark.extended
 def test_the_command_calls_back_and_deletes(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("promptfed.client_service.joining.consent.ANSWER_SECONDS", 0.5)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
@@ -509,9 +515,8 @@ def _diverge(self: PromptFL, context: ClientContext, payload: dict[str, Tensor],
     return TrainResult({name: tensor * float("nan") for name, tensor in payload.items()})
 
 
-@pytest.mark.parametrize(
-    "privacy", [PRIVACY, pytest.param(CENTRAL, marks=pytest.mark.extended)], ids=["sample", "client"]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("privacy", [PRIVACY, CENTRAL], ids=["sample", "client"])
 @pytest.mark.parametrize(
     ("where", "change"),
     [("train", _fail), ("train", _diverge), ("prepare", _fail)],

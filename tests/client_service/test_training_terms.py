@@ -728,6 +728,7 @@ ALL_RANGES = "            all from ranges of 10 images; nothing of a test set of
     ({"class_names": None, "template": "a {}", "evaluate_every": 2},
      ["  classes   told apart among this client's own; template 'a {}'",
       "  evaluate  every 2 rounds, before the first and after the last"], []),
+    ({"method": {"name": "fedclip"}}, ["  the operator: features of single images", " bytes in all"], []),
     ({"limits": (10, 4)}, [ALL_RANGES, "at most 4 states on one test set (metrics.states); 4 may be asked"], []),
     ({"limits": (10, 3)},
      ["of at most 3 states on one test set (metrics.states), the last round's among them; 4 may be asked for"], []),

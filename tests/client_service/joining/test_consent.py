@@ -110,7 +110,8 @@ def test_known_addresses_that_the_policy_allows_are_asked(tmp_path: Path, monkey
 def test_the_question_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    terminal, shown = consent.Terminal("text", ask=False), SimpleNamespace(changes=(), lines=lambda: ["offer"])
+    terminal, terms = consent.Terminal("text", ask=False), SimpleNamespace(digest="0f")
+    shown = SimpleNamespace(changes=(), lines=lambda: ["offer\u200b"], terms=terms)
 
     async def answered(stream: Any) -> str:
         return " Yes\n"
@@ -118,4 +119,8 @@ def test_the_question_is_shown(
     monkeypatch.setattr(consent, "line_of", answered)
     terminal._ask = True
     assert asyncio.run(terminal.consent([Check("disk", "warn", "full", "mend it")], cast(Any, shown)))
-    assert capsys.readouterr().err == "warn  disk          full: mend it\n\noffer\n\nJoin? [y/N] "
+    assert capsys.readouterr().err == "warn  disk          full: mend it\n\noffer\\u200b\n\nJoin? [y/N] "
+    for agree, changes, joins in ((None, (), True), (None, ("x",), False), ("0f", ("x",), True), ("0e", (), False)):
+        shown.changes = changes
+        said = consent.Terminal("text", ask=False, agree=agree).consent([], cast(Any, shown))
+        assert asyncio.run(said) is joins, "where a digest is given it decides alone"

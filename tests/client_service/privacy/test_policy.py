@@ -22,9 +22,11 @@ from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.noisy_counts import (
     AnsweredStates,
     coded_accuracy,
+    floor_of,
     floored,
     lowest,
     planned_rounds,
+    states_of,
     what_leaves,
     without_shares,
 )
@@ -583,3 +585,4 @@ def test_what_was_answered_on_the_same_images_is_answered_again_and_on_no_others
     assert answered.admitted({"test": "a"}, "other", 1) == set()
     assert answered.admitted({"test": "a", "more": "c"}, "other", 10) == {"test", "more"}
     assert answered.admitted({"test": "a"}, "third", 10) == set(), "no room is left"
+    assert (floor_of(None), states_of(None)) == (1, STATES)

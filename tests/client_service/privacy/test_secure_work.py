@@ -14,8 +14,8 @@ from promptfed.client_service.privacy.earlier_sums import EarlierSums, shapes_of
 from promptfed.client_service.privacy.secure import MASKED, SecureWork, StepAnswer, Trained
 from promptfed.client_service.privacy.secure_records import KeptAttempt, Markers
 from promptfed.client_service.state.private_state import TensorOrigin
-from promptfed.shared.secagg.messages import Limits
-from tests.support.malicious import World
+from promptfed.shared.secagg.messages import Limits, Roster
+from tests.support.malicious import SPEC, World
 
 ORIGIN = TensorOrigin("t", 2, "train")
 
@@ -196,3 +196,25 @@ def test_a_damaged_key_of_a_client_ends_it_by_name(world: World) -> None:
 def test_what_a_site_asks_for_beyond_the_terms_goes_with_its_keys(limits: Limits, tmp_path: Path) -> None:
     told = World(tmp_path, count=1, limits=limits).keys(0).limits
     assert told == (None if limits == Limits() else limits)
+
+
+def test_each_step_is_held_against_earlier_sums_and_the_last_one_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, bool]] = []
+    real = SecureWork._expect_apart
+
+    def spied(work: SecureWork, task: Any, roster: Any, places: Any, final: bool = False) -> None:
+        asked.append((len(list(places)), final))
+        real(work, task, roster, list(places), final)
+
+    monkeypatch.setattr(SecureWork, "_expect_apart", spied)
+    World(tmp_path).whole(4)
+    assert asked == [(5, False)] * 10 + [(4, True)] * 4, "share, mask, confirm"
+
+
+def test_places_follow_from_the_entries_whatever_their_order(world: World) -> None:
+    entries = [answer.entry for answer in world.entries.values()]
+    first, second = (Roster(some, SPEC, world.rule) for some in (entries, entries[::-1]))
+    assert (first.hashes, first.sha256, first.entries) == (second.hashes, second.sha256, second.entries)
+    assert list(first.hashes) == sorted(entry.digest() for entry in entries)
