@@ -309,8 +309,9 @@ def expect_room(plan: PrivacyPlan, dataset: str, partial: bool = False) -> None:
 def _planned_noise(state: PrivateState | None, privacy: PrivacySpec, shape: Event) -> float | None:
     """The noise that an earlier start of this client calibrated for the very same schedule and ε."""
     kept = state.read_as(FILE, _KeptPlan) if state is not None else None
-    same = kept is not None and (kept.epsilon_asked, kept.steps, kept.q) == (privacy.epsilon, shape.count, shape.q)
-    return kept.noise_multiplier if kept is not None and same else None
+    if kept is None or (kept.epsilon_asked, kept.steps, kept.q) != (privacy.epsilon, shape.count, shape.q):
+        return None
+    return kept.noise_multiplier
 
 
 def _noise(privacy: PrivacySpec, delta: float, shape: Event) -> float:
