@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -151,3 +152,17 @@ def test_payloads_of_other_tensors_are_told_apart() -> None:
     one = {"a": np.zeros((2, 3)), "b": np.zeros(1)}
     assert shapes_of(one) == shapes_of({name: one[name] + 1 for name in ("b", "a")})
     assert len({shapes_of(one), shapes_of({"a": np.zeros((3, 2)), "b": np.zeros(1)}), shapes_of({})}) == 3
+
+
+@pytest.mark.parametrize(("apart", "members", "refused"), [
+    (0.99, 4, True), (1.0, 4, False), (1.0, 9, False), (0.99, 9, True), (0.5, 36, False), (0.49, 36, True),
+])  # fmt: skip
+def test_just_that_far_is_far_enough(apart: float, members: int, refused: bool, tmp_path: Path) -> None:
+    """A quarter of a change of 4; of 36 members half of that. Of other shapes nothing is near."""
+    sums, zero = EarlierSums(PrivateState(tmp_path), 0.25), np.zeros(4)
+    sums.note("round 1, train", 1, zero, EarlierSum(round=1, shapes="s", change=4.0), ["x", "y", "z"])
+    given = np.array([apart, 0.0, 0.0, 0.0]), "s", [str(member) for member in range(members)], True
+    sums.expect_apart("round 2, train", given[0], "others", given[2], True)
+    with pytest.raises(SecureError, match="is nearly that of round 1") if refused else nullcontext():
+        sums.expect_apart("round 2, train", *given)
+    sums.expect_apart("round 1, train", *given)

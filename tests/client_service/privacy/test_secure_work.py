@@ -14,6 +14,7 @@ from promptfed.client_service.privacy.earlier_sums import EarlierSums, shapes_of
 from promptfed.client_service.privacy.secure import MASKED, SecureWork, StepAnswer, Trained
 from promptfed.client_service.privacy.secure_records import KeptAttempt, Markers
 from promptfed.client_service.state.private_state import TensorOrigin
+from promptfed.shared.secagg import opening
 from promptfed.shared.secagg.messages import Limits, Roster
 from tests.support.malicious import SPEC, World
 
@@ -218,3 +219,19 @@ def test_places_follow_from_the_entries_whatever_their_order(world: World) -> No
     first, second = (Roster(some, SPEC, world.rule) for some in (entries, entries[::-1]))
     assert (first.hashes, first.sha256, first.entries) == (second.hashes, second.sha256, second.entries)
     assert list(first.hashes) == sorted(entry.digest() for entry in entries)
+
+
+def test_shares_are_revealed_for_one_list_and_weights_follow_a_rule(world: World) -> None:
+    world.mask()
+    work, there = world.works[0], range(world.count)
+    signed = {world.place[k]: world.confirm(k, world.listed()) for k in there}
+    markers = Markers(revealed={"round 1, train": (1, "another list")})
+    work._state.write_as(secure.MARKERS, markers)
+    told = opening.unmask_job(signed).model_dump_json().encode()
+    assert "for another list" in refused("already-revealed", work.answer, world.task("unmask", 0, told), told)
+    task = world.task("train", 1, b"next", round=2)
+    task.config.weighting = None
+    assert "how much each client" in refused("bad-roster", world.works[1].keys, task)
+    work._state.write_file(secure.WORK, b"damaged")
+    with pytest.raises(ClientError, match=rf"{secure.WORK} is damaged"):
+        work.cost()

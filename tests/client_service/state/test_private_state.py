@@ -27,7 +27,7 @@ from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.settings import Settings
-from promptfed.client_service.state import private_state, site_log
+from promptfed.client_service.state import private_state, site_log, trained_images
 from promptfed.client_service.state.private_state import (
     Pending,
     PrivateState,
@@ -609,3 +609,48 @@ def test_the_private_tensors_of_a_chosen_round_come_back(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.glob("round-*")] == ["round-1.safetensors"]
     select_round(state, 0)
     assert (own(), list(tmp_path.glob("round-*"))) == ([], []), "none is as old: it joined later"
+
+
+def test_a_record_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ClientError, match="records no message"):
+        site_log.sent_lines(tmp_path, "text")
+    site = SiteLog(tmp_path)
+    site.note("agreed", {"terms": "x"})
+    with pytest.raises(ClientError, match="records no message"):
+        site_log.sent_lines(tmp_path, "text")
+    site.note("sent", {"to": "http://a", "bytes": 3})
+    [line] = site_log.sent_lines(tmp_path, "json")
+    assert {name: json.loads(line)[name] for name in ("what", "to", "bytes", "n")} == {
+        "what": "sent", "to": "http://a", "bytes": 3, "n": 2,
+    }  # fmt: skip
+    (tmp_path / HEAD).write_text("[1]")
+    with pytest.raises(ChangedLog, match=rf"{HEAD} is damaged"):
+        verify(tmp_path)
+    with pytest.raises(ClientError, match="the site log was changed: ") as end:
+        site_log.sent_lines(tmp_path, "text")
+    assert end.value.exit is Exit.STATE
+    (tmp_path / HEAD).unlink()
+    (tmp_path / HEAD).mkdir()
+    with pytest.raises(ChangedLog, match="cannot be read"):
+        verify(tmp_path)
+
+
+def test_what_was_trained_on_is_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "account"))
+    folder, other = tmp_path / "state", tmp_path / "other"
+    folder.mkdir()
+    assert (trained_images.read_trained(folder), trained_images.folders_of("fed-1")) == (None, [])
+    trained_images.note_trained(folder, "fed-1", ["b", "a"])
+    assert (folder / trained_images.FILE).read_text() == "a\nb\n"
+    written = (folder / trained_images.FILE).stat().st_mtime_ns
+    trained_images.note_trained(folder, "fed-1", ["b"])
+    assert (folder / trained_images.FILE).stat().st_mtime_ns == written
+    trained_images.note_trained(folder, "fed-1", ["c"])
+    assert trained_images.read_trained(folder) == {"a", "b", "c"}
+    assert (folder / trained_images.FILE).stat().st_mode & 0o777 == 0o600
+    assert (trained_images.folders_of("fed-1"), trained_images.folders_of("fed-2")) == ([folder], [])
+    with pytest.raises(ClientError, match="cannot be written: ") as end:
+        trained_images.note_trained(other / "none", "fed-1", ["a"])
+    assert end.value.exit is Exit.STATE
+    (folder / trained_images.FILE).unlink()
+    assert trained_images.folders_of("fed-1") == [], "gone"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,10 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from promptfed.client_service.exits import Failure
+from promptfed.client_service.serving.page import page, page_file
 from promptfed.client_service.serving.prediction import OneImage, Predictor, Served
+from promptfed.client_service.serving.problems import ApiProblem
+from promptfed.client_service.state.private_state import TensorOrigin
 from promptfed.client_service.training.data import TEST, ClientData, placed, split_by
 from promptfed.client_service.training.evaluation import Evaluation
 from promptfed.client_service.training.payloads import check_payload, known_sizes, phase_of
+from promptfed.client_service.training.trainer import TaskWork
 from promptfed.client_service.training.updates import encoded, made_body, sent
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
@@ -194,3 +201,95 @@ def test_features_of_patches_are_kept_and_sent(source: Source, backbone: Backbon
     for work in (lambda: data.keep_patches("test"), lambda: data.features("test")):
         with pytest.raises(TaskCancelled):
             work()
+
+
+def work_of(**given: Any) -> Any:
+    terms = SimpleNamespace(secure_aggregation=None, privacy=None)
+    agreement = SimpleNamespace(consent=SimpleNamespace(terms=terms), metrics=lambda measured: dict(measured))
+    own = {"agreement": agreement, "protection": None, "rules": SimpleNamespace(policy=None), "predictor": object()}
+    about = {"name": "k", "privacy": SimpleNamespace(floor=1), "_agreed_metrics": dict}
+    return SimpleNamespace(**own | about | given)
+
+
+def test_protection_is_what_was_agreed_to_and_begins_with_protected_tensors() -> None:
+    site = SimpleNamespace(begin=lambda task, name, count: ("begun", name, count))
+    context, state = cast(Any, SimpleNamespace(train=[1, 2])), SimpleNamespace(committed=lambda: ({}, TensorOrigin()))
+    sample, whole = (SimpleNamespace(protects_records=one) for one in (True, False))
+    for protection, privacy, same in (
+        (None, None, True), (None, whole, True), (site, sample, True),
+        (None, sample, False), (site, whole, False), (site, None, False),
+    ):  # fmt: skip
+        work, task = (
+            work_of(protection=protection, state=state),
+            SimpleNamespace(config=SimpleNamespace(privacy=privacy)),
+        )
+        if same:
+            found = TaskWork._protection(work, cast(Any, task), context)
+            assert found == (("begun", "k", 2) if protection else None)
+            continue
+        with pytest.raises(Failure, match="is not what this client enrolled for"):
+            TaskWork._protection(work, cast(Any, task), context)
+    task = cast(Any, SimpleNamespace(config=SimpleNamespace(privacy=sample)))
+    for origin, refused in ((TensorOrigin(privacy="sample"), False), (TensorOrigin(), True)):
+        state.committed = lambda origin=origin: ({"own": torch.ones(1)}, origin)
+        with pytest.raises(Failure, match="trained without noise") if refused else nullcontext():
+            TaskWork._protection(work_of(protection=site, state=state), task, context)
+
+
+def test_numbers_of_training_leave_as_far_as_nothing_hides_them() -> None:
+    measured, method = {"loss": 0.5, "trained_parameters": 3.0}, cast(Any, SimpleNamespace(shares=("loss",)))
+    alone = {"trained_parameters": 3.0}
+    tells = SimpleNamespace(metrics=SimpleNamespace(training=True))
+    silent = SimpleNamespace(metrics=SimpleNamespace(training=False))
+    for policy, covered, floor, leaves in (
+        (None, False, 1, measured), (None, True, 1, alone), (tells, False, 1, measured), (silent, False, 1, alone),
+        (None, False, 2, alone),
+    ):  # fmt: skip
+        work = work_of(rules=SimpleNamespace(policy=policy), privacy=SimpleNamespace(floor=floor))
+        assert TaskWork._leaving(work, dict(measured), method, covered) == leaves
+        work.agreement.consent.terms.secure_aggregation = object()
+        assert TaskWork._leaving(work, dict(measured), method, covered) == measured, "for the owner's own log"
+
+
+def test_kept_prompts_that_cannot_be_used_wait_for_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    served: list[Any] = []
+
+    def serve(serving: Any, cancelled: Any) -> None:
+        served.append(serving)
+        if serving == "of another method":
+            raise MethodError("no such method")
+
+    for kept in (None, "kept", "of another method"):
+        TaskWork.restore_serving(
+            work_of(state=SimpleNamespace(serving=lambda kept=kept: kept), _serve=serve), lambda: False
+        )
+    assert served == ["kept", "of another method"]
+    assert caplog.messages == [
+        "predictions wait for the next evaluation: the kept prompts cannot be used (no such method)"
+    ]
+    TaskWork.restore_serving(work_of(predictor=None, _serve=None), lambda: False)
+
+
+def test_of_several_labels_the_mean_average_precision_is_told(source: Source) -> None:
+    scores = torch.tensor([[3.0, -1.0], [1.0, 2.0], [-2.0, 1.0]])
+    classifier = cast(Any, SimpleNamespace(logits=lambda split, rows: scores[rows]))
+    for labels, told in (([[1, 0], [1, 1], [0, 1]], 1.0), ([[1, 1]] * 3, None)):
+        data = SimpleNamespace(split=lambda name, names, labels=labels: Sized(torch.tensor(labels)))
+        context = SimpleNamespace(class_names=("a", "b"), cancelled=lambda: False)
+        found = Evaluation(cast(Any, data))._measure("test", cast(Any, context), classifier)
+        assert (None if found is None else (found.accuracy, found.num_samples)) == (None if told is None else (told, 3))
+
+
+class Sized(list[Any]):
+    """Images by their labels alone."""
+
+    def __init__(self, labels: Tensor):
+        super().__init__(labels.tolist())
+        self.labels = labels
+
+
+def test_the_page_has_its_files_and_no_others() -> None:
+    assert asyncio.run(page("")).status_code == 200
+    with pytest.raises(ApiProblem) as missing:
+        asyncio.run(page_file("absent.js"))
+    assert missing.value.problem.status == 404
