@@ -94,10 +94,9 @@ def quoted(names: Iterable[str], beside: Iterable[str] = ()) -> list[str]:
 
 def likeness(names: Iterable[str], beside: Iterable[str]) -> str:
     """Which of ``names`` look like others of them or of ``beside``, as a remark behind a refusal; empty if none do."""
-    named = set(names)
-    groups = [
-        " and ".join(map(_spelt, group)) for group in look_alikes({*named, *beside}) if not named.isdisjoint(group)
-    ]
+    named = dict.fromkeys(names)
+    alike = look_alikes([*named, *beside])
+    groups = [" and ".join(map(_spelt, group)) for group in alike if not named.keys().isdisjoint(group)]
     return f" (these look alike: {'; '.join(groups[:5])})" if groups else ""
 
 

@@ -11,6 +11,9 @@ import pytest
 from promptfed.shared import plain_text as texts
 
 ALIKE = ["hot dog", "Hot_dog", "hotdog", "cat", "c\u0430t", "dog"]
+SIX = ["aaaa", "bbbb", "cccc", "dddd", "eeee", "ffff"]
+FIVE, KNOWN = ", ".join(f"{name!r} to {name + '1'!r}" for name in SIX[:5]), ", ".join(map(repr, SIX))
+ALIKE_FIVE = "; ".join(f"{name.upper()!r} and {name!r}" for name in SIX[:5])
 CATS = ", ".join(["'cat'"] * 20)
 
 
@@ -37,6 +40,8 @@ CATS = ", ".join(["'cat'"] * 20)
     (texts.beside_known, (["bird"], ["birds", "cat"]), "; nearest: 'birds' to 'bird'; known: 'birds', 'cat'"),
     (texts.beside_known, (["x"], ["cat"] * 21), f"; known: {CATS}, and 1 more"),
     (texts.seen, ("\uff21\u200bB",), "ab"),
+    (texts.beside_known, ([f"{name}1" for name in SIX], SIX), f"; nearest: {FIVE}; known: {KNOWN}"),
+    (texts.likeness, ([name.upper() for name in SIX], SIX), f" (these look alike: {ALIKE_FIVE})"),
 ])  # fmt: skip
 def test_a_text_is_shown(made: Callable[..., Any], given: tuple[Any, ...], shown: Any) -> None:
     assert made(*given) == shown

@@ -75,6 +75,14 @@ def test_shared_sources_keep_a_trainers_and_an_evaluators_apart(tmp_path: Path) 
     uri = f"folder:{write_folder(tmp_path, each=5)}"
     shared = SharedSources()
     assert [len(shared.open(uri, role).test) for role in ("trainer", "evaluator", "trainer")] == [4, 20, 4]
+    write_folder(tmp_path / "parted" / "test", each=2)
+    parted = f"folder:{tmp_path / 'parted'}"
+    assert len(shared.open(f"{parted}?test_on=test", "evaluator").test) == 8
+    with pytest.raises(DataError, match="has test but no train folder"):
+        shared.open(parted)
+    drawn = SharedSources()
+    assert [len(drawn.open("digits", role).test) for role in ("trainer", "evaluator", "trainer")] == [360, 360, 360]
+    assert len(drawn._wholes) == 1, "a drawn source is the same for both"
 
 
 def test_an_evaluators_part_of_a_partition_is_of_all_its_images(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from PIL import Image
 
 from promptfed.shared import data
 from promptfed.shared.data import DataError, readers
+from promptfed.shared.data.identity import DataIdentity
 from promptfed.shared.data.pixels import GREY
 from promptfed.shared.data.readers import Answer, Readers, Request
-from promptfed.shared.data.registry import check_filled
+from promptfed.shared.data.registry import check_filled, tell_look_alikes
 from promptfed.shared.data.source import Source, Split, in_words, joined, one_scale, refuse_special_files
 
 
@@ -107,6 +108,23 @@ def test_a_part_without_an_image_is_refused() -> None:
             check_filled(source, role)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         data.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(("count", "shown"), [(1, 1), (5, 5), (6, 5)])
+def test_names_that_end_in_a_space_are_told(caplog: pytest.LogCaptureFixture, count: int, shown: int) -> None:
+    tell_look_alikes(f"x:{count}", tuple(f"{'abcdef'[k] * 4} " for k in range(count)))
+    assert caplog.messages[0].count(" ',") + 1 == shown
+    tell_look_alikes(f"y:{count}", ("a", "b"))
+    assert len(caplog.messages) == 1
+
+
+def test_what_changed_in_the_classes_is_told_in_part() -> None:
+    def identity(names: str) -> DataIdentity:
+        return DataIdentity(class_names=list(names), words=[], splits={})
+
+    assert identity("abc").changes(identity("bca")) == "other classes (in another order)"
+    assert identity("abc").changes(identity("ad")) == "other classes (-'b', -'c', +'d')"
+    assert identity("abcdef").changes(identity("gh")) == f"other classes ({', '.join(f'-{n!r}' for n in 'abcdef')})"
 
 
 # Children that read files

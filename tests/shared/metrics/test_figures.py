@@ -48,6 +48,7 @@ def test_every_figure_refuses_scores_that_are_not_finite(wrong: float) -> None:
 def test_a_class_without_images_and_answers_has_no_f1() -> None:
     assert macro_f1([0, 0, 2], [0, 2, 2]) == pytest.approx(2 / 3)  # class 1 does not count
     assert macro_f1([-1, -1], [0, 0]) == 0
+    assert macro_f1([0, 0, 1], [0, 0, 0]) == macro_f1([0, 0, 0], [0, 0, 1]) == 0.4  # one image of a class counts
 
 
 def drawn(count: int) -> tuple[list[int], list[int], list[float]]:

@@ -43,6 +43,14 @@ def test_pooled_means_equal_statsmodels(seed: int, spread: float) -> None:
     assert found.prediction == pytest.approx((found.mean - reach, found.mean + reach), abs=1e-9)
 
 
+def test_sites_that_differ_by_more_than_their_variances_widen_the_interval() -> None:
+    values, variances = np.array([5.0, 3.0, 3.0, 1.0]), np.array([1.0, 0.1, 0.1, 0.1])
+    found, wanted = pool(values, variances), combine_effects(values, variances, method_re="dl", use_t=True)
+    assert wanted.sd_eff_w_re_hksj > 1.15 * wanted.sd_eff_w_re
+    half = stats.t.ppf(0.975, 3) * wanted.sd_eff_w_re_hksj
+    assert (found.low, found.high) == pytest.approx((found.mean - half, found.mean + half), abs=1e-9)
+
+
 @pytest.mark.parametrize("sites", [2, 3, 12])
 def test_sites_that_agree_are_no_more_certain_than_their_images(sites: int) -> None:
     """2 × 30 images with one error each were 96.7 [96.7, 96.7]."""
