@@ -1,0 +1,86 @@
+"""What the facts about a stage write down, and for whom they wake."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from promptfed.coordinator.domain import run_state
+from promptfed.coordinator.engine.recorder import Change, _Recorder
+from promptfed.coordinator.store import queries
+from promptfed.coordinator.store.tables import PhaseRow, TaskRow
+from tests.support.coordinators import InProcess
+from tests.support.open_phases import open_first_phase
+
+
+def test_facts_about_a_stage_are_rows_events_and_wakeups(
+    coordinator: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation, _, tasks = open_first_phase(coordinator, "a", "b", "c", participation={"min_clients": 2})
+    registry = coordinator.registry
+    run = registry.get(federation).run
+    with registry.database.write() as session:
+        change = Change(session, registry.get(federation), queries.Batch(), registry.noise)
+        recorder = _Recorder(change, run.round, run.step)
+        recorder.write(run_state.Settled("a", "expired"))
+        assert (list(change.federation.tasks), change.wake) == (["b", "c"], {"a"})
+        recorder.write(run_state.Settled("a", "withdrawn"))  # its latest task, which is open no longer
+        recorder.write(run_state.Extended(True))
+        recorder.write(run_state.Asked(("a",)))
+        assert sorted(change.federation.tasks) == ["a", "b", "c"]
+        change.wake.clear()
+        recorder.write(run_state.DeadlineSet(100.0))
+        assert change.wake == {"a", "b", "c"}, "each is told of its new deadline"
+        deadline = change.federation.deadline
+        recorder.write(run_state.Completed())
+        change.flush()
+        phase = session.scalars(select(PhaseRow).where(PhaseRow.round == run.round, PhaseRow.step == run.step)).one()
+        mine = select(TaskRow).where(TaskRow.phase_id == phase.id).order_by(TaskRow.number)
+        rows = [(row.number, row.client, row.status) for row in session.scalars(mine)]
+        assert (phase.extended, phase.deadline, phase.completed_at is not None) == (True, deadline, True)
+        session.rollback()
+    assert rows == [(0, "a", "withdrawn"), (1, "b", "open"), (2, "c", "open"), (3, "a", "open")]
+    kinds = ["task-settled", "task-settled", "phase-extended", "clients-asked", "phase-completed"]
+    assert [kind for kind, _ in change.emitted] == kinds
+    about = {"round": 1, "phase": tasks[0]["phase"], "kind": "train"}
+    assert [data for _, data in change.emitted] == [
+        about | {"client": "a", "status": "expired"}, about | {"client": "a", "status": "withdrawn"}, about,
+        about | {"asked": ["a"]}, about,
+    ]  # fmt: skip
+    assert [kind for kind, seconds in change.completed if seconds >= 0] == ["train"]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A federation as far as a move changes it."""
+
+    tasks: dict[str, int]
+    deadline: str | None
+
+
+@pytest.mark.parametrize(
+    ("state", "started", "ended"),
+    [("running", True, False), ("paused", False, False), ("finished", False, True), ("failed", False, True)],
+)
+def test_a_move_notes_the_first_start_and_the_end(state: Any, started: bool, ended: bool) -> None:
+    row = SimpleNamespace(started_at=None, ended_at=None)
+    emitted: list[Any] = []
+    change: Any = SimpleNamespace(
+        session=None,
+        federation=Standing({"a": 1}, "soon"),
+        federation_row=lambda: row,
+        everyone=False,
+        emit=lambda kind, **data: emitted.append((kind, data)),
+    )
+    _Recorder(change, 1, 0)._moved(run_state.Moved(state, "why"))
+    assert (row.started_at is not None, row.ended_at is not None, change.everyone) == (started, ended, True)
+    assert emitted == [("federation-state", {"state": state, "reason": "why"})]
+    assert (change.federation.tasks, change.federation.deadline) == (({}, None) if ended else ({"a": 1}, "soon"))
+    if started:
+        row.started_at = "before"
+        _Recorder(change, 1, 0)._moved(run_state.Moved(state, None))
+        assert row.started_at == "before", "a resumed run has begun before"
