@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import httpx
 import pytest
 import torch
 
+from promptfed.coordinator.resources.federations import views
 from promptfed.coordinator.resources.federations.views import _warnings
+from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.privacy.accounting import COARSE, epsilon_of, training_event
 from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import ScriptedClient
@@ -157,3 +160,88 @@ def test_warnings_name_what_protects_nothing_and_whom_they_are_about(privacy: bo
         "an older version, which tells no plan of its training: e, g",
         "ε of the ledger is over what this federation was to cost: other federations share it: d, f",
     ]
+
+
+def test_a_view_counts_who_is_active_and_hides_a_secret_draw_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    roles = [("trainer", True), ("trainer", True), ("evaluator", True), ("trainer", False), ("evaluator", False)]
+    members = {str(n): SimpleNamespace(role=role, active=active) for n, (role, active) in enumerate(roles)}
+    run: Any = SimpleNamespace(members=members, state="running", round=3, stage=None)
+    federation: Any = SimpleNamespace(run=run, draw_secret=None, deadline="2030-01-01T00:00:00+00:00")
+    told = views._counts(federation)
+    assert (told.trainers, told.evaluators, told.withdrawn) == (2, 1, 2)
+    assert (views._draw(federation).commitment, views._draw(federation).secret) == (None, None)
+    federation.draw_secret = "drawn"
+    digest = hashlib.sha256(b"drawn").hexdigest()
+    for state, secret in (("running", None), ("paused", None), ("finished", "drawn"), ("failed", "drawn")):
+        run.state = state
+        assert (views._draw(federation).commitment, views._draw(federation).secret) == (digest, secret)
+    assert views._stage(federation) is None
+    monkeypatch.setattr(views.clock, "monotonic", lambda: 100.0)
+    about: dict[str, Any] = {"kind": "train", "name": "train", "sample_size": 2, "extended": True}
+    for state, closed, deadline, left in (
+        ("running", False, 103.0, 3.0), ("running", False, 99.0, 0.0), ("running", True, 103.0, None),
+        ("paused", False, 103.0, None),
+    ):  # fmt: skip
+        run.state, run.stage = state, SimpleNamespace(closed=closed, deadline=deadline, **about)
+        stage = views._stage(federation)
+        assert stage is not None
+        assert (stage.seconds_left, stage.closing, stage.round, stage.extended) == (left, closed, 3, True)
+    assert views._time("damaged") is None
+    assert views._time(federation.deadline) is not None
+
+
+def test_what_tells_who_takes_part_is_hidden(coordinator: InThread) -> None:
+    federation, _, _ = open_first_phase(coordinator)
+    with coordinator.registry.database.read() as session:
+        view = views.federation_view(session, coordinator.registry.get(federation))
+    hidden = views.without_participation(view)
+    names = {"stage", "asked", "answered", "failed", "awaited"}
+    changed = {name for name, value in dict(view).items() if dict(hidden)[name] != value}
+    assert changed <= names
+    assert {"stage", "asked", "awaited"} <= changed
+    assert (hidden.stage, hidden.asked, hidden.awaited) == (None, [], [])
+
+
+@pytest.mark.parametrize(("ratio", "warned"), [(None, 0), (1.0, 0), (1.01, 1)])
+def test_noise_larger_than_what_is_learned_is_warned_of(
+    ratio: float | None, warned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = None if ratio is None else SimpleNamespace(ratio=ratio, after_rounds=7, told=lambda: "it is drowned")
+    monkeypatch.setattr(views, "_drowned", lambda federation, clients: noise if clients == 4 else None)
+    kinds = ("epsilon", "epsilon_replace_one", "epsilon_if_secret")
+    monkeypatch.setattr(views, "costs", lambda spec, phases: dict.fromkeys(kinds, float(phases)))
+    monkeypatch.setattr(views, "noised_phases", lambda method, last, rounds: 10 * last + rounds)
+    monkeypatch.setattr(views, "released", lambda session, federation: 5)
+    privacy: Any = SimpleNamespace(protects_clients=True, delta=1e-3, clip=0.5, noise_multiplier=0.7)
+    spec = SimpleNamespace(privacy=privacy, participation=SimpleNamespace(sampling="fixed"))
+    rules = SimpleNamespace(min_clients=4, last_round=2, rounds=3, budget_rounds=None)
+    trainers = ["a", "b", "c"]
+    federation: Any = SimpleNamespace(
+        spec=spec, rules=rules, absent=None, method=None, run=SimpleNamespace(trainers=lambda: trainers)
+    )
+    session: Any = None
+    told = views.central_privacy(session, federation)
+    assert told is not None
+    assert (told.clients, told.ratio, told.warnings) == (4, ratio, ["it is drowned"] * warned)
+    assert (told.epsilon, told.epsilon_planned, told.sampling) == (5.0, 23.0, "fixed")
+    trainers += ["d", "e"]
+    more = views.central_privacy(session, federation)
+    assert more is not None
+    assert more.clients == 5
+    federation.absent = "no method"
+    assert views.central_privacy(session, federation) is None
+    federation.absent, privacy.protects_clients = None, False
+    assert views.central_privacy(session, federation) is None
+
+
+def test_noise_is_compared_where_the_shape_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*about: Any) -> None:
+        raise MethodError("no")
+
+    federation: Any = SimpleNamespace(shape=None, method=None, spec=None, context=lambda: None)
+    monkeypatch.setattr(views, "drowned", lambda method, spec, context, clients: ("drowned", clients))
+    assert views._drowned(federation, 3) is None
+    federation.shape = object()
+    assert views._drowned(federation, 3) == ("drowned", 3)
+    monkeypatch.setattr(views, "drowned", refuse)
+    assert views._drowned(federation, 3) is None
