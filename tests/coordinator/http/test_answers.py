@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.http import deps, openapi
+from promptfed.coordinator.http import callers, deps, openapi
 from promptfed.coordinator.http.headers import with_headers
 from promptfed.coordinator.http.waiting import InTurn
-from promptfed.coordinator.problems import Refusal
+from promptfed.coordinator.problems import Refusal, StoreAway
 from promptfed.shared.service.digests import field_of
 from promptfed.shared.versions import PROTOCOL, VERSION
 
@@ -137,3 +138,57 @@ def test_dependencies_are_attributes_and_schemes() -> None:
     assert asyncio.run(deps.of_app("thing")(request)) == 3
     caller = deps._OperatorCaller("viewer", "a name", "what it is")
     assert (caller.scheme_name, caller.model.description, caller._role) == ("a name", "what it is", "viewer")
+
+
+def test_nobody_is_known_while_the_database_is_away() -> None:
+    registry: Any = SimpleNamespace(away=True)
+    connection: Any = None
+    with pytest.raises(StoreAway):
+        asyncio.run(callers.authenticate(connection, registry, "t"))
+    with pytest.raises(StoreAway):
+        callers.look_up(connection, registry, "t")
+
+
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("operator", "left"),
+    [
+        (None, 0.0), ((NOW + timedelta(seconds=5), False), 5.0), ((NOW + timedelta(seconds=5), True), 0.0),
+        ((NOW, False), 0.0), ((NOW - timedelta(seconds=5), False), 0.0),
+    ],
+)  # fmt: skip
+def test_an_operator_s_right_ends_with_its_token(
+    operator: tuple[datetime, bool] | None, left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callers.clock, "utc", lambda: NOW)
+    held = {} if operator is None else {"t": SimpleNamespace(expires=operator[0], expired=operator[1])}
+    registry: Any = SimpleNamespace(operators=held)
+    assert callers.OperatorCaller("anna", "viewer", "t").seconds_left(registry) == left
+    assert callers.OperatorCaller().seconds_left(registry) == float("inf"), "the first admin's never ends"
+
+
+@pytest.mark.parametrize(
+    ("caller", "scheme", "federation", "let_in"),
+    [
+        (callers.OperatorCaller("a", "viewer"), "viewer", None, True),
+        (callers.OperatorCaller("a", "viewer"), "operator", None, False),
+        (callers.OperatorCaller("a", "operator"), "viewer", None, True),
+        (callers.OperatorCaller("a", "operator"), "admin", None, False),
+        (callers.OperatorCaller(), "admin", None, True),
+        (callers.OperatorCaller(), "client", "f", False),
+        (callers.EnrollingCaller("f", "t"), "enrolment", "f", True),
+        (callers.EnrollingCaller("f", "t"), "enrolment", "eyes", True),
+        (callers.EnrollingCaller("f", "t"), "enrolment", "other", False),
+        (callers.EnrollingCaller("f", "t"), "client", "f", False),
+        (callers.EnrollingCaller("gone", "t"), "enrolment", "gone", False),
+        (callers.ClientCaller("f", None, True), "client", "f", True),
+        (callers.ClientCaller("f", None, False), "client", "f", False),
+        (callers.ClientCaller("f", None, True), "enrolment", "f", False),
+        (callers.ClientCaller("f", None, True), "viewer", "f", False),
+    ],
+)
+def test_a_token_opens_its_own_scheme(caller: Any, scheme: str, federation: str | None, let_in: bool) -> None:
+    registry: Any = SimpleNamespace(federations={"f": SimpleNamespace(id="f", name="eyes")})
+    assert callers.is_let_in(caller, scheme, federation, registry) is let_in
