@@ -13,18 +13,20 @@ import torch
 from torch import Tensor
 
 from promptfed.client_service.training.evaluation import answers, presences, probabilities
-from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core import interface, training
+from promptfed.shared.methods import METHODS, make_method, resolve_spec
+from promptfed.shared.methods.core import costs, interface, training
 from promptfed.shared.methods.core.interface import ClientInfo, MethodError, ServerContext, TensorSpec
 from promptfed.shared.methods.core.objectives import Protection
+from promptfed.shared.methods.core.spec_backbone import described
 from promptfed.shared.methods.core.training import TaskCancelled
+from promptfed.shared.methods.fast_pt.domains import MixtureClassifier
 from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit
 from promptfed.shared.methods.plan import Reference
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
+from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
 from tests.shared.methods.conftest import NAMES, Make
 
 LENGTHS = dict.fromkeys(("coop", "diprompt", "fedapt", "fedcocoop", "fedmaple", "fedotp", "fedpgp", "fedtpg"), 3)
@@ -237,3 +239,104 @@ def test_a_step_begins_with_as_many_images_as_have_fitted(
     assert (float(compute(4)), at_once, type(refusal)) == (1.0, begins, MethodError)
     hold(3)
     assert (backbone.held_images, leaf.grad, cleared) == (3, None, [True])
+
+
+def test_a_loaded_backbone_is_the_one_that_the_spec_names(backbone: Backbone) -> None:
+    given = {"name": "x", "method": {"name": "promptfl", "m": 2}, "class_names": list(NAMES), "template": "a {}."}
+    spec = resolve_spec(given | {"backbone": {"model": "promptfed-tiny"}})
+    found, state = described(spec, backbone)
+    assert (found.backbone.fingerprint, found.backbone.shape, state) == (backbone.fingerprint, shape_of(backbone), None)
+    assert described(found, backbone)[0] == found
+    for changes, said in (
+        ({"fingerprint": "sha256:" + "0" * 64}, "backbone.fingerprint is sha256:0000"),
+        (
+            {"shape": shape_of(backbone).model_copy(update={"d_e": 9})},
+            "backbone.shape is not that of the backbone here",
+        ),
+    ):
+        named = spec.model_copy(update={"backbone": spec.backbone.model_copy(update=changes)})
+        with pytest.raises(BackboneError, match=said):
+            described(named, backbone)
+    long = spec.model_copy(update={"template": "a " * 80 + "{}"})
+    with pytest.raises(BackboneError):
+        described(long, backbone)
+    described(long.model_copy(update={"class_names": None}), backbone)
+
+
+def test_what_noise_for_clients_costs_by_each_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Amplification counts for whoever does not know the participants alone."""
+    monkeypatch.setattr(costs.accounting, "epsilon_of", lambda events, delta: [(e.q, e.z, e.count) for e in events])
+    monkeypatch.setattr(costs.accounting, "replace_one_epsilon", lambda events, delta: ["one", events[0].count])
+    raw = {"name": "x", "method": {"name": "promptfl"}, "aggregation": {"weighting": "uniform"}}
+    raw["privacy"] = {"level": "client", "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-3, "accept_noise": True}
+    for part, secret, nothing in (
+        ({"min_clients": 9}, None, None),
+        ({"min_clients": 9, "sampling": "poisson", "fraction": 0.5, "draw": "secret"}, [(0.5, 2.0, 3)], 0.0),
+    ):
+        spec = resolve_spec(raw | {"participation": part})
+        measured = {"epsilon": [(1.0, 2.0, 3)], "epsilon_if_secret": secret, "epsilon_replace_one": ["one", 3]}
+        assert costs.costs(spec, 3) == measured
+        assert costs.costs(spec, 0) == {"epsilon": 0.0, "epsilon_if_secret": nothing, "epsilon_replace_one": 0.0}
+    spec = spec.model_copy(update={"privacy": spec.privacy.model_copy(update={"epsilon": 3.0})})
+    method = make_method({"name": "promptfl"})
+    for allowed, found in ((7, 7), (spec.rounds, None)):
+        monkeypatch.setattr(costs, "budget_rounds", lambda *given, allowed=allowed: allowed)
+        assert costs.allowed_rounds(method, spec) == found
+
+    def refuse(*given: Any) -> int:
+        raise costs.accounting.PrivacyError("one round costs more")
+
+    monkeypatch.setattr(costs, "budget_rounds", refuse)
+    with pytest.raises(MethodError, match="one round costs more"):
+        costs.allowed_rounds(method, spec)
+
+
+def test_methods_that_cannot_or_need_not(backbone: Backbone, make_context: Make) -> None:
+    context, rows = make_context(6), torch.arange(6)
+    with pytest.raises(MethodError, match="zero_shot has nothing to train"):
+        make_method({"name": "zero_shot"}).train(context, {}, {})
+    with pytest.raises(SpecError, match="only multi_label is written here"):
+        make_method({"name": "promptfl", "task": "detection"})
+    for given, said in (({"m": 4, "context_init": " "}, "context_init is empty"), ({"context_init": "a b"}, "takes m")):
+        with pytest.raises(SpecError, match=said):
+            resolve_spec({"name": "x", "method": {"name": "promptfl", **given}})
+    moap = make_method({"name": "pfedmoap", "m": 2})
+    start = torch.full((2, backbone.d_t), 0.01)
+    alone = moap.train(
+        context, {"context": start, "experts": torch.zeros(0, 2, backbone.d_t)}, {"gate.x": torch.ones(1)}
+    )
+    plain = make_method({"name": "promptfl", "m": 2}).train(context, {"context": start}, {})
+    assert alone.update["context"].equal(plain.update["context"]), "without experts it is PromptFL"
+    assert set(alone.private) == {"gate.x", "own_context"}
+    prompt = make_method({"name": "pfedprompt", "m": 2})
+    nobody = replace(context, train=type(context.train)(torch.zeros(0, backbone.d_e), torch.zeros(0, dtype=torch.long)))
+    for own, weights in ((nobody, True), (context, False)):
+        classifier = cast(Any, prompt.classifier(own, {"context": start}, {}))
+        assert (classifier.weights() is not None) is weights
+        assert classifier.logits(context.train, rows).shape == (6, len(NAMES))
+    dip = make_method({"name": "diprompt", "m": 2})
+    dip.check_texts(backbone, NAMES, "a {}.")
+    with pytest.raises(BackboneError):
+        dip.check_texts(backbone, ("a " * 75,), "a {}.")
+
+
+@pytest.mark.parametrize("mixture", ["hard", "soft"])
+def test_domains_are_mixed_by_their_shares(mixture: str, backbone: Backbone, make_context: Make) -> None:
+    context, draws, rows = make_context(6), torch.Generator().manual_seed(2), torch.tensor([4, 0, 2])
+    own, weight, bias = (
+        torch.randn(*shape, generator=draws) * 0.1 for shape in ((2, 3, backbone.d_t), (2, backbone.d_e), (2,))
+    )
+    classifier = MixtureClassifier(context, None, own, weight * 30, bias, cast(Any, mixture), ("neon", "sketch"))
+    features = context.train.features()[rows]
+    scores = features @ (weight * 30).T + bias
+    torch.testing.assert_close(classifier.shares(context.train, rows), scores.softmax(-1))
+    wanted = []
+    for feature, score in zip(features, scores, strict=True):
+        mixed = own[score.argmax()] if mixture == "hard" else torch.einsum("k,kmd->md", score.softmax(-1), own)
+        text = backbone.encode_prompts(mixed, backbone.class_prompts(NAMES, 3))
+        wanted.append(backbone.logit_scale * text @ feature)
+    torch.testing.assert_close(classifier.logits(context.train, rows), torch.stack(wanted), rtol=1e-4, atol=1e-4)
+    told = classifier.weights()
+    assert (told is None) is (mixture == "soft")
+    assert told is None or set(told) == {"class_weights", "domain_weight", "domain_bias"}
+    assert len(classifier.logits(context.train, rows[:0])) == 0
