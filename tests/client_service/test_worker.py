@@ -31,6 +31,7 @@ from promptfed.client_service.monitor import EventJsonLines, EventTextLines, Mon
 from promptfed.client_service.privacy.agreement import ANSWERS, FILE
 from promptfed.client_service.privacy.identity import meet, own_fingerprint
 from promptfed.client_service.settings import Settings
+from promptfed.client_service.state import trained_images
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.client_service.training import compute
 from promptfed.client_service.worker import Worker
@@ -78,6 +79,8 @@ def test_a_federation_from_enrolment_to_its_end(make: Make, backbone: Backbone, 
     assert coordinator.evaluations[0]["zero_shot"] == coordinator.evaluations[1]["zero_shot"]
     assert worker.monitor.status.stage == "ended"
     assert worker.monitor.status.accuracy == coordinator.evaluations[1]["splits"]["test"]["accuracy"]
+    digests = {source.train.digest(row) for row in range(len(source.train))}
+    assert trained_images.read_trained(worker.settings.state_dir) == digests
 
 
 @pytest.mark.parametrize("exit", [Exit.DECLINED, Exit.REFUSED])
@@ -183,6 +186,7 @@ def test_an_evaluator_declares_its_test_images_and_is_never_asked_for_others(mak
     assert (coordinator.client.role, coordinator.client.num_samples) == ("evaluator", 24)
     assert features.images_computed == 24
     assert len(coordinator.evaluations) == 1
+    assert trained_images.read_trained(settings.state_dir) is None
 
 
 @pytest.mark.parametrize(("seconds", "then"), [(1e9, 0), (0.0, 48)])

@@ -143,6 +143,7 @@ def test_another_certificate_is_not_trusted_and_learns_nothing(tmp_path: Path, a
     assert not any(TOKEN in request or "uthorization" in request for request in seen)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("headers", [{"Content-Encoding": "gzip"}, {"Content-Digest": content_digest(b"another")}])
 def test_a_certificate_that_was_damaged_on_the_way_is_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
@@ -161,6 +162,7 @@ def test_a_certificate_that_was_damaged_on_the_way_is_asked_for_again(
         assert end.value.exit is Exit.UNREACHABLE
 
 
+@pytest.mark.extended
 def test_invitations_that_cannot_be_accepted_are_refused_in_one_line(tmp_path: Path) -> None:
     given = ["--data", "symbols:sketch", "--state-dir", str(tmp_path / "state")]
     expired = invitation("https://127.0.0.1:9", "0f" * 32, hours=-1)

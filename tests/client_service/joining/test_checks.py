@@ -17,11 +17,14 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import Refused
 from promptfed.client_service.joining import checks
 from promptfed.client_service.joining.checks import ACCEPT, Check, check_data, check_disk, check_recorded
-from promptfed.client_service.joining.offer import check_declaration, explain
+from promptfed.client_service.joining.disclosure import Declared
+from promptfed.client_service.joining.offer import check_declaration, enrol_request, explain
 from promptfed.client_service.settings import Settings
+from promptfed.shared.clip import Backbone
 from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.data.identity import identity_of
 from promptfed.shared.methods import make_method
+from promptfed.shared.secagg.keys import is_signed, new_identity, public_identity
 from tests.client_service.test_training_terms import info_of
 from tests.support.fake_coordinator import made_up_source
 
@@ -158,3 +161,16 @@ def test_one_or_several_labels_are_the_federation_s(source: Source) -> None:
     check_declaration(domains, info, "evaluator", nameless)
     with pytest.raises(ClientError, match="needs words for what the images look like: give --domain"):
         check_declaration(domains, info, "trainer", nameless)
+
+
+def test_an_enrolment_is_signed_where_a_key_is_there(backbone: Backbone) -> None:
+    declared = Declared("a", "trainer", 4, ("sun", "moon"), None, "cpu", "sha256:" + "0" * 64)
+    plain = enrol_request(declared, "ab" * 32, backbone)
+    assert (plain.backbone_fingerprint, plain.identity_key, plain.secret) == (backbone.fingerprint, None, "ab" * 32)
+    key = new_identity()
+    signed = enrol_request(declared, "ab" * 32, backbone, key)
+    assert signed.identity_key == public_identity(key).hex()
+    assert is_signed(public_identity(key), bytes.fromhex(signed.identity_proof or ""), "identity", plain.proof_body())
+    with pytest.raises(ClientError, match="the data cannot be declared: ") as end:
+        enrol_request(replace(declared, class_names=("x" * 9999,)), "ab" * 32, backbone)
+    assert end.value.exit is Exit.BAD_INPUT

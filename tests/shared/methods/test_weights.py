@@ -662,6 +662,25 @@ def test_a_supplied_state_gets_equal_weights_where_they_are_adjusted(backbone: B
     })  # fmt: skip
 
 
+def test_ga_tells_of_its_gap_and_weighs_a_newcomer(backbone: Backbone) -> None:
+    plain, ga = method_of(), method_of(weighting="ga")
+    assert ga.disclosures[:-1] == plain.disclosures
+    assert ga.disclosures[-1].to == "operator"
+    assert "than your own last update" in ga.disclosures[-1].what
+    state, newcomer = weights_state(1.0), pf.ClientInfo("b", "trainer", 5, ())
+    assert plain.join(state, newcomer, roster("a", "b")) is state
+    assert ga.join(state, newcomer, roster("a", "b"))["ga_weights"].tolist() == [0.5, 0.5]
+
+
+def test_a_tuned_tower_chooses_among_other_classes(backbone: Backbone) -> None:
+    method, context = method_of("fedbabu"), task(backbone, epochs=1)
+    assert method.train(context, state_of(method, backbone), {}).private == {}
+    tuned: Any = method.classifier(context, state_of(method, backbone), {})
+    assert tuned.logits(context.train, torch.arange(6)).shape == (6, len(NAMES))
+    fewer = tuned.among(replace(context, class_names=NAMES[:2]))
+    assert fewer.logits(context.train, torch.arange(6)).shape == (6, 2)
+
+
 def test_ga_s_loss_is_the_mean_over_all_images_in_parts(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fedavg, "CHUNK", 4)
     method, context = method_of(weighting="ga"), task(backbone)

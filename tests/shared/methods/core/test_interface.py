@@ -15,7 +15,7 @@ from torch import Tensor
 from promptfed.client_service.training.evaluation import answers, presences, probabilities
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods import METHODS, make_method, resolve_spec
+from promptfed.shared.methods import METHODS, make_method, pfedmoap, resolve_spec
 from promptfed.shared.methods.core import costs, interface, training
 from promptfed.shared.methods.core.interface import ClientInfo, MethodError, ServerContext, TensorSpec
 from promptfed.shared.methods.core.objectives import Protection
@@ -340,3 +340,23 @@ def test_domains_are_mixed_by_their_shares(mixture: str, backbone: Backbone, mak
     assert (told is None) is (mixture == "soft")
     assert told is None or set(told) == {"class_weights", "domain_weight", "domain_bias"}
     assert len(classifier.logits(context.train, rows[:0])) == 0
+
+
+def test_some_methods_need_several_clients(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def server(*clients: ClientInfo) -> ServerContext:
+        return ServerContext(TrainingSpec(), SIZES, NAMES[:3], clients, 1, 4)
+
+    by_domain, experts = make_method({"name": "fast_pt"}), make_method({"name": "pfedmoap", "m": 4})
+    by_domain.check_clients(server(*CLIENTS))
+    for alone in (CLIENTS[:1], (CLIENTS[0], replace(CLIENTS[1], role="evaluator"))):
+        with pytest.raises(MethodError, match=r"all trainers are of one domain, 'a a of a \{\}': fast_pt needs"):
+            by_domain.check_clients(server(*alone))
+    monkeypatch.setattr(pfedmoap, "MANY_CLIENTS", 2)
+    experts.check_clients(server(*CLIENTS))
+    assert caplog.messages == []
+    experts.check_clients(server(CLIENTS[0], replace(CLIENTS[1], role="evaluator")))
+    experts.check_clients(server(*CLIENTS, replace(CLIENTS[0], name="c")))
+    assert caplog.messages == [
+        "pfedmoap with 1 trainer has no experts: it is promptfl",
+        "pfedmoap keeps the contexts of 3 clients in its state: 0 MB each round",
+    ]

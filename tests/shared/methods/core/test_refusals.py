@@ -95,6 +95,9 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
         ({}, None), ({"head": "linear"}, "several labels per image need head: text"),
         ({"label_space": "client"}, "need label_space: federation"),
     )],
+    ({"name": "fedapt", "class_specific": False}, {}, None),
+    ({"name": "fedapt"}, {}, "learns a prompt for every class"),
+    ({"name": "fedapt", "label_space": "client"}, {"class_names": ["a", "b"]}, "leave label_space out"),
     # rounds and their choice
     (FL, {"rounds": 0}, "0 rounds evaluate an export"),
     (FL, SELECT | {"retention": "last_round"}, "give retention all"),
