@@ -212,7 +212,7 @@ class ClientEvaluation(BaseModel):
         return result.accuracy if result is not None else None
 
     def interval(self, split: str, task: str | None) -> tuple[float, float] | None:
-        """The 95 % interval of the accuracy on a test set; None of a precision, noisy counts and no images."""
+        """The 95 % interval of the accuracy on a test set; None of a precision and of noisy counts."""
         bounds = bounds_of([self], split, task)
         return None if bounds is None else (bounds.low, bounds.high)
 
@@ -221,8 +221,6 @@ def bounds_of(clients: Sequence[ClientEvaluation], split: str, task: str | None)
     """Those of the mean over clients with this test set; None where one of them can have none."""
     results = [client.splits[split] for client in clients]
     if task == "multi_label" or any(client.privacy is not None for client in clients):
-        return None
-    if not all(result.num_samples for result in results):
         return None
     pairs = [
         (client.template_accuracy(split), one.accuracy, one.num_samples)

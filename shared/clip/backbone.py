@@ -194,7 +194,7 @@ class Backbone:
     @cached_property
     def logit_scale(self) -> float:
         """exp of the model's logit scale: 1/τ."""
-        return float(self.model.logit_scale.detach().float().exp())
+        return float(self.model.logit_scale.float().exp())
 
     # Images
 

@@ -210,7 +210,7 @@ def _load_dataset(body: str, options: HuggingFaceOptions) -> Any:
     if folder.is_absolute():
         refuse_special_files(folder, options.uri)
     try:
-        if folder.is_absolute() or body.startswith("~"):
+        if folder.is_absolute():
             return datasets.load_from_disk(str(folder))
         return datasets.load_dataset(body, options.config)
     except Exception as error:  # the library raises many kinds of errors

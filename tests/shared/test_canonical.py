@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from promptfed.shared.api.api_schemas import TokenRequest
-from promptfed.shared.api.report_schemas import Reached, noise_of
+from promptfed.shared.api.api_schemas import FederationView, TokenRequest
+from promptfed.shared.api.export_card import GONE, OF_TOWERS, _of_today
+from promptfed.shared.api.report_schemas import ClientEvaluation, Reached, noise_of
 from promptfed.shared.canonical import canonical_json, each_key_once, export_statement, is_signed, parse_json, statement
 from promptfed.shared.errors import offences
+from promptfed.shared.messages import SplitResult
 from promptfed.shared.metrics.estimates import Estimate, interval_text
 from promptfed.shared.service.addresses import address_parts
+from promptfed.shared.spec.sections import best, without_rise
 
 
 @pytest.mark.parametrize(("text", "found"), [
@@ -78,3 +81,39 @@ def test_requests_and_figures_without_a_value() -> None:
     assert even == pytest.approx(1.96 * (2 * 0.25 / 100) ** 0.5 / 2)
     assert 0 < noise_of(1.0, [Reached(1.0, 1.0, 10)]) == pytest.approx(1.96 * (12 / 14 * 2 / 14 / 10) ** 0.5)
     assert noise_of(0.5, [Reached(0.5, 0.5, 100, 0.1)]) == pytest.approx(1.96 * (0.0025 + 0.02) ** 0.5)
+
+
+def test_an_interval_is_of_right_answers_alone() -> None:
+    def interval(images: int, task: str | None = None, privacy: Any = None) -> Any:
+        of = {"test": SplitResult(accuracy=0.8, num_samples=images)}
+        return ClientEvaluation.model_construct(splits=of, zero_shot={}, privacy=privacy).interval("test", task)
+
+    low, high = interval(50)
+    assert 0.6 < low < 0.8 < high < 0.9
+    assert interval(50, "multi_label") is interval(50, None, object()) is None
+
+
+@pytest.mark.parametrize(("state", "reason", "why"), [
+    ("finished", "privacy_budget", "its privacy budget is spent"), ("finished", "no rise", "no rise"),
+    ("finished", None, None), ("failed", "privacy_budget", None),
+])  # fmt: skip
+def test_why_a_federation_ended_early_is_in_words(state: str, reason: str | None, why: str | None) -> None:
+    assert FederationView.model_construct(state=state, reason=reason).ended_early == why
+
+
+def test_what_an_earlier_version_wrote_is_left_out_at_its_default() -> None:
+    name, gone = next((name, gone) for name, gone in GONE.items() if gone)
+    method = {"name": name, "m": 4, "statistics": {}, **OF_TOWERS, **gone}
+    assert _of_today(method) == {"name": name, "m": 4}
+    key = next(iter(gone))
+    assert _of_today(method | {key: "another"}) == {"name": name, "m": 4, key: "another"}
+
+
+@pytest.mark.parametrize(("means", "first", "after"), [
+    ({}, None, 0), ({3: 0.5}, 3, 0), ({1: 0.5, 2: 0.6, 3: 0.6}, 2, 1), ({1: 0.9, 2: 0.1, 4: 0.2}, 1, 2),
+    ({4: 0.9, 2: 0.9, 1: 0.3}, 2, 1),
+])  # fmt: skip
+def test_the_best_round_is_the_first_with_the_highest_mean(
+    means: dict[int, float], first: int | None, after: int
+) -> None:
+    assert (best(means), without_rise(means)) == (first, after)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from torchvision import datasets
 
 from promptfed.shared.data import DataError, open_source, public_sets
 from promptfed.shared.data.options import HuggingFaceOptions, TorchvisionOptions
@@ -115,6 +116,16 @@ def test_a_row_without_an_image_is_named(hub: Hub) -> None:
     hub({"train": broken, "test": broken})
     with pytest.raises(DataError, match="row 1: column picture holds no readable image"):
         open_source("hf:x").train.image(1)
+
+
+def test_class_names_of_a_hub_are_found_without_an_image(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = rows([1, 2, 3, 4])
+    broken.rows[0]["picture"] = None
+    hub({"train": broken, "test": broken})
+    assert class_names_of("hf:x?grey=12") == ("red fox", "owl")
+    monkeypatch.setattr(datasets, "Own", type("Own", (), {}), raising=False)
+    for name in ("Own", "utils", "FakeData", "a-b"):
+        assert f"torchvision has no data set {name!r}" in refused(f"torchvision:{name}?root=/tmp")
 
 
 def test_a_hub_is_loaded_by_name_or_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 from promptfed.shared import tensors
 from promptfed.shared.tensors import arrays, transfer
 from promptfed.shared.tensors.lazy import _Lazy, no_grad
-from promptfed.shared.tensors.replay import LEAST_REPLAYS, WARM_UP, Replayed
+from promptfed.shared.tensors.replay import LEAST_REPLAYS, WARM_UP, Operations, Replayed
 from tests.support.recording_device import recording
 
 CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda:0"), torch.device("mps")
@@ -224,3 +224,24 @@ def test_errors_bytes_and_lazy_modules(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.is_grad_enabled()
 
     assert (enabled(), torch.is_grad_enabled()) == (False, True)
+
+
+def test_operations_are_noted_with_what_they_hold() -> None:
+    """A number of the CPU's is held by the operation; what else lies there works on the host."""
+
+    def noted(work: Callable[[], Any], device: torch.device = CPU) -> Operations:
+        with Operations(device) as found:
+            work()
+        return found
+
+    ones, far = torch.ones(2, 3), torch.ones(2, device="meta")
+    assert noted(lambda: ones + 1).noted == noted(lambda: ones * 5 + 1).noted[1:]
+    assert noted(lambda: ones + 1).noted != noted(lambda: ones + 2).noted
+    assert noted(lambda: ones + 1).noted != noted(lambda: ones.T + 1).noted
+    assert noted(lambda: torch.cat([ones, ones])).noted != noted(lambda: torch.cat([ones])).noted
+    assert noted(lambda: ones + float("nan")).noted == noted(lambda: ones + float("nan")).noted
+    meta = torch.device("meta")
+    assert [noted(lambda value=value: far * value, meta).elsewhere for value in (2, torch.tensor(2.0))] == [None, None]
+    assert noted(lambda: far * torch.tensor(2.0), meta).noted != noted(lambda: far * torch.tensor(3.0), meta).noted
+    found = noted(lambda: (ones + 1, ones * 2), meta)
+    assert found.elsewhere == "aten.add.Tensor", "the first"

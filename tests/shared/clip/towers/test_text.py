@@ -217,8 +217,10 @@ IMPOSSIBLE = [
 def test_an_impossible_path_is_refused(small: Any, name: Any, path: Any) -> None:
     backbone = small(name)
     prompts = backbone.class_prompts(CLASS_NAMES, M)
-    with pytest.raises(BackboneError, match=f"'{path}' is not possible"):
+    with pytest.raises(BackboneError, match=rf"'{path}' is not possible \(not with the flags of {name}\)"):
         backbone.encode_prompts(noise(M, backbone.d_t), prompts, path=path)
+    with pytest.raises(BackboneError, match=r"'prefix' is not possible \(a context per class has no shared prefix\)"):
+        backbone.encode_prompts(noise(len(CLASS_NAMES), M, backbone.d_t), prompts, path="prefix", per_class=True)
 
 
 def test_no_weight_gets_a_gradient(small: Any) -> None:
