@@ -18,12 +18,12 @@ from promptfed.client_service.http.connection import Refused
 from promptfed.client_service.joining import checks
 from promptfed.client_service.joining.checks import ACCEPT, Check, check_data, check_disk, check_recorded
 from promptfed.client_service.joining.disclosure import Declared
-from promptfed.client_service.joining.offer import check_declaration, enrol_request, explain
+from promptfed.client_service.joining.offer import check_declaration, enrol_request, explain, federation_method
 from promptfed.client_service.settings import Settings
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.data.identity import identity_of
-from promptfed.shared.methods import make_method
+from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.secagg.keys import is_signed, new_identity, public_identity
 from tests.client_service.test_training_terms import info_of
 from tests.support.fake_coordinator import made_up_source
@@ -174,3 +174,27 @@ def test_an_enrolment_is_signed_where_a_key_is_there(backbone: Backbone) -> None
     with pytest.raises(ClientError, match="the data cannot be declared: ") as end:
         enrol_request(replace(declared, class_names=("x" * 9999,)), "ab" * 32, backbone)
     assert end.value.exit is Exit.BAD_INPUT
+
+
+@pytest.mark.parametrize(("here", "there", "said"), [
+    (None, None, None), ("p==1", "p==2", None), ("p==1", None, "is promptfed's own at the coordinator and p==1 here"),
+    (None, "p==1", "is p==1 at the coordinator and promptfed's own here"), ("q==1", "p==1", "is p==1 at the coord"),
+])  # fmt: skip
+def test_a_method_is_of_one_package_on_both_sides(
+    here: str | None, there: str | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(METHODS), "package", lambda self, name: here)
+    info = info_of("promptfl").model_copy(update={"method_package": there})
+    if said is None:
+        assert federation_method(info).name == "promptfl"
+        return
+    with pytest.raises(ClientError, match=said) as end:
+        federation_method(info)
+    assert end.value.exit is Exit.PROTOCOL
+
+
+def test_a_method_that_is_not_here_says_where_it_comes_from() -> None:
+    info = info_of("of-no-package")
+    for package, said in ((None, "install the coordinator's version"), ("p==1", "it comes from the package p==1: ")):
+        with pytest.raises(ClientError, match=said):
+            federation_method(info.model_copy(update={"method_package": package}))
