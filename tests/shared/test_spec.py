@@ -253,6 +253,7 @@ def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alo
     on_vit = {"model": "ViT-B-16", "pretrained": "openai"}
     for method, paper, embedded in (
         ("fedpgp", 0.001, 0.003),  # Adam
+        ("promptfolio", 0.002, 0.003),  # Adam
         ("coop", 0.002, 0.02),
         ("fedkgcoop", 0.002, 0.01),
         ("fedvpt", 0.002, 0.64),  # visual prompts

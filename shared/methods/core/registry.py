@@ -24,7 +24,7 @@ BY_ADAM = {"optimizer": "adam", "learning_rate": 0.003, "weight_decay": 0.0, "ba
 """Training of words on `PHOTO`, where the loss is flat around the template and steep beyond, since the text tower was
 fitted to hear the same in every template. A step of SGD is nothing there and then a leap; one of Adam moves no number
 by more than the rate. Batches of a whole site leave no noise that turns the way out; the text tower costs the same for
-them. On `TINY` of fedpgp too, whose two terms pull at four words: more, or larger, steps of SGD do not learn there."""
+them. On `TINY` of a shared and a private part of four words too, where SGD lost what more vectors had learned."""
 TOWER_FACTORS = {TINY: {"adam": 10, "adamw": 10}}  # of methods that train the image tower's weights
 SMALL = 0.01  # rates from here on are not multiplied: they are of methods that scale them
 USUAL = 0.002  # the rate of methods that give none
@@ -37,6 +37,7 @@ SWEPT: Mapping[tuple[str, str], Mapping[str, float | Mapping[str, Any]]] = {
         "fedtaskres": 0.15,
         "fedkgcoop": 0.01,
         "fedpgp": BY_ADAM,
+        "promptfolio": BY_ADAM,
     },
     EMOJI: {"fedmaple": 0.035, "fedclip": 0.002, "fedtaskres": 0.11},
     PHOTO: {"fedtaskres": 0.12, "pfedmoap": 0.6},
