@@ -211,3 +211,37 @@ def test_a_rate_is_used_unless_the_method_ignores_it() -> None:
     assert "fedlp" in unused
     assert "promptfl" not in unused
     assert has_rate(spec("of-no-package")), "nobody can say"
+
+
+def test_without_rounds_an_export_is_evaluated_and_nobody_trained() -> None:
+    spec = resolve_spec({"name": "x", "method": FL})
+    export = spec.model_copy(update={"rounds": 0, "continues": object()})
+    refusals.check_rounds(export)
+    with pytest.raises(MethodError, match="0 rounds evaluate an export on the clients' images: create it --from one"):
+        refusals.check_rounds(export.model_copy(update={"continues": None}))
+    for name in refusals.OF_TRAINING:
+        with pytest.raises(MethodError, match=f"0 rounds train nobody: leave {name} out"):
+            refusals.check_rounds(export.model_copy(update={name: object()}))
+
+
+@pytest.mark.parametrize(("name", "down", "up"), [
+    ("promptfl", 4 * 8, 4 * 8), ("fedlp", 3 * 8 + 3, 3 * 8 + 3), ("coop", 0, 0), ("pfedmoap", 4 * 8 * 2, 4 * 8),
+])  # fmt: skip
+def test_the_most_that_is_exchanged_in_any_phase(name: str, down: int, up: int) -> None:
+    """In numbers of four bytes. FedLP's first phase sends sums of features and takes nothing."""
+    method = make_method({"name": name} | ({"m": 4} if name != "fedlp" else {}))
+    context = ServerContext(resolve_spec({"name": "x", "method": FL}).training, SHAPE, ("a", "b", "c"), (), 0, 4)
+    assert costs.exchanged(method, context) == (4 * down, 4 * up)
+
+
+@pytest.mark.parametrize(("down", "up", "seconds"), [(300, 100, 4), (100, 300, 4), (100, 100, None), (301, 100, 5)])
+def test_the_larger_way_says_whether_time_is_short(
+    down: int, up: int, seconds: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "exchanged", lambda method, context: (down, up))
+    monkeypatch.setattr(refusals, "LARGE", 300)
+    monkeypatch.setattr(refusals, "BYTES_PER_SECOND", 100)
+    if seconds is not None:
+        with pytest.raises(MethodError, match=f"{down} bytes down and {up} up take {seconds} s"):
+            sizes({"participation": {"deadline_seconds": seconds - 0.5}})
+    sizes({"participation": {"deadline_seconds": seconds or 1.5}})
