@@ -24,7 +24,7 @@ from promptfed.shared.api.report_schemas import (
 )
 from promptfed.shared.messages import SplitResult
 from promptfed.shared.methods import has_rate, resolve_spec
-from promptfed.shared.plain_text import csv_cell, markdown, plain, size
+from promptfed.shared.plain_text import csv_cell, markdown, plain
 
 SPEC = resolve_spec({"name": "x", "method": {"name": "promptfl"}, "rounds": 8, "training": {"learning_rate": 0.05}})
 
@@ -177,6 +177,8 @@ def test_classes_of_sites_are_told_as_they_are() -> None:
 def test_a_backbone_that_learned_the_pictures_is_not_said_not_to_know_them() -> None:
     assert near_chance(0.26, [4], "tiny", 0.3) != []
     assert near_chance(0.26, [4], "tiny", 0.767) == []
+    assert near_chance(0.26, [4], "tiny", 0.437) != []  # from 0.25 on a quarter of the way is 0.4375
+    assert near_chance(0.26, [4], "tiny", 0.438) == []
     said = remarks_on(SPEC, {0: sites(0.26, zero_shot=0.26), 8: sites(0.767, zero_shot=0.26)}, [2.0, 1.0], [4])
     assert said == []
 
@@ -241,11 +243,20 @@ def test_answers_of_one_class_are_told_of_evaluators_too() -> None:
     assert said.startswith("97.0 % of the answers at b are one class (AUROC 75.0 %)")
     assert of_one_class({"b": told("evaluator", 0.1, None, one_answer=0.97, majority=0.9)}) == []
     assert of_one_class({"b": told("evaluator", 0.1, None)}) == [], "under a floor nothing is known"
+    told_twice = {name: told("evaluator", 0.1, None, one_answer=0.97, majority=0.6) for name in "ba"}
+    assert [text.partition(" at ")[2][:1] for text in of_one_class(told_twice)] == ["a", "b"]
+    without = ClientEvaluation.model_construct(role="evaluator", splits={}, zero_shot={}, privacy=None)
+    assert of_one_class({"c": without}) == []
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(999, "999 B"), (1000, "1.0 kB"), (1_250_000, "1.2 MB"), (999e6, "999.0 MB"), (5e12, "5000.0 GB")],
-)
-def test_a_size_has_its_unit_on_both_sides_of_each_bound(count: float, text: str) -> None:
-    assert size(count) == text
+def test_a_site_without_a_template_or_a_gain_neither_gains_nor_falls() -> None:
+    assert (Reached(0.5, None, 10).gain, Reached(0.75, 0.5, 10).gain) == (0.0, 0.25)
+    [said] = falling(sites(0.4, 0.5, 0.6, 0.7, 0.8), None)
+    assert said.startswith("One site falls: site-0 is 10.0 points below")
+    for noise, count in ((0.036, 1), (0.037, 0)):  # 1.96 √2 of it is 0.1
+        noisy = sites(0.4, 0.6, 0.7) | {"site-0": Reached(0.4, 0.5, 100, noise)}
+        assert len(falling(noisy, None)) == count
+    assert "try more rounds" in movement(0.0, [1.0, 1.0], None, 3)[0]
+    assert "try a higher training.learning_rate than 0.05, or more rounds" in movement(0.0, [1.0, 1.0], 0.05, 3)[0]
+    further = ClientEvaluation.model_construct(zero_shot={"test": SplitResult(accuracy=0.25, num_samples=4)})
+    assert [further.template_accuracy(name) for name in ("test", "test@other", "none")] == [0.25, 0.25, None]
