@@ -12,7 +12,7 @@ from sqlalchemy import select
 from promptfed.coordinator.domain import run_state
 from promptfed.coordinator.engine.recorder import Change, _Recorder
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.tables import PhaseRow, TaskRow
+from promptfed.coordinator.store.tables import ClientRow, PhaseRow, TaskRow
 from tests.support.coordinators import InProcess
 from tests.support.open_phases import open_first_phase
 
@@ -36,6 +36,9 @@ def test_facts_about_a_stage_are_rows_events_and_wakeups(
         recorder.write(run_state.DeadlineSet(100.0))
         assert change.wake == {"a", "b", "c"}, "each is told of its new deadline"
         deadline = change.federation.deadline
+        session.get_one(ClientRow, registry.get(federation).clients["c"].id).joined = False
+        recorder.write(run_state.Joined(("c",)))
+        assert change.client_row("c").joined
         recorder.write(run_state.Completed())
         change.flush()
         phase = session.scalars(select(PhaseRow).where(PhaseRow.round == run.round, PhaseRow.step == run.step)).one()
@@ -44,14 +47,31 @@ def test_facts_about_a_stage_are_rows_events_and_wakeups(
         assert (phase.extended, phase.deadline, phase.completed_at is not None) == (True, deadline, True)
         session.rollback()
     assert rows == [(0, "a", "withdrawn"), (1, "b", "open"), (2, "c", "open"), (3, "a", "open")]
-    kinds = ["task-settled", "task-settled", "phase-extended", "clients-asked", "phase-completed"]
+    kinds = ["task-settled", "task-settled", "phase-extended", "clients-asked", "clients-joined", "phase-completed"]
     assert [kind for kind, _ in change.emitted] == kinds
     about = {"round": 1, "phase": tasks[0]["phase"], "kind": "train"}
     assert [data for _, data in change.emitted] == [
         about | {"client": "a", "status": "expired"}, about | {"client": "a", "status": "withdrawn"}, about,
-        about | {"asked": ["a"]}, about,
+        about | {"asked": ["a"]}, {"clients": ["c"]}, about,
     ]  # fmt: skip
     assert [kind for kind, seconds in change.completed if seconds >= 0] == ["train"]
+
+
+def test_an_attempt_that_failed_is_over_and_its_tasks_with_it(coordinator: InProcess) -> None:
+    federation, _, _ = open_first_phase(coordinator)
+    registry = coordinator.registry
+    run = registry.get(federation).run
+    with registry.database.write() as session:
+        change = Change(session, registry.get(federation), queries.Batch(), registry.noise)
+        recorder = _Recorder(change, run.round, run.step)
+        recorder.write(run_state.AttemptFailed(2))
+        change.flush()
+        phase = session.scalars(select(PhaseRow).where(PhaseRow.round == run.round, PhaseRow.step == run.step)).one()
+        assert phase.closed_at is not None
+        assert phase.closed_at == phase.completed_at
+        session.rollback()
+    assert (change.federation.tasks, change.federation.deadline) == ({}, None)
+    assert [(kind, data["attempt"], data["round"]) for kind, data in change.emitted] == [("attempt-failed", 2, 1)]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
@@ -219,3 +220,13 @@ def test_a_sum_s_report_is_of_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> 
     assert bare.secure is not None
     assert (bare.secure.sum_clients, bare.secure.sum_weight, bare.secure.privacy) == (None, None, None)
     assert (bare.bytes_up, bare.completed_at, bare.seconds) == (0, None, None)
+
+
+def test_the_csv_has_one_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numbers, "round_report", lambda session, federation, number: number)
+    monkeypatch.setattr(numbers, "_numbers", lambda number: [(number, "train", None, None, "loss", 1.0)])
+    database: Any = SimpleNamespace(read=nullcontext)
+    federation: Any = None
+    header = "round,phase,client,split,name,value\n"
+    for begun, lines in (([], [header]), ([1, 2], [f"{header}1,train,,,loss,1.0\n", "2,train,,,loss,1.0\n"])):
+        assert [piece.decode() for piece in numbers.as_csv(database, federation, begun)] == lines
