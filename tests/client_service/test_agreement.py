@@ -248,23 +248,6 @@ def test_a_change_of_the_offer_is_asked_again(make: Make) -> None:
     assert len(owner.shown) == 3  # a yes is kept
 
 
-@pytest.mark.extended
-def test_nobody_at_the_terminal_agrees_to_a_change(make: Make) -> None:
-    coordinator = make.coordinator(rounds=1)
-    alone = Terminal("text", ask=False)
-    assert asyncio.run(make.worker(coordinator, consent=alone.consent).run()) is Exit.OK
-    coordinator.method = {"name": "promptfl", "m": 6}
-    with pytest.raises(ClientError, match=r"method\.m is 6 instead of 4.*--agree") as end:
-        asyncio.run(make.worker(coordinator, consent=alone.consent).run())
-    digest = str(end.value).rsplit(" ", 1)[1]
-    with pytest.raises(ClientError):
-        other = Terminal("text", ask=False, agree="0" * 16)
-        asyncio.run(make.worker(coordinator, consent=other.consent).run())
-    coordinator.plan = []
-    named = Terminal("text", ask=False, agree=digest)
-    assert asyncio.run(make.worker(coordinator, consent=named.consent).run()) is Exit.OK
-
-
 def test_a_coordinator_that_does_not_say_its_terms(make: Make) -> None:
     def silent(request: Any) -> Any:
         return JSONResponse({"federation_id": "fed-1", "name": "pets", "method": {"name": "promptfl"}})

@@ -13,7 +13,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from fastapi import Request, Response
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http import connection
@@ -33,7 +32,7 @@ from promptfed.shared.tensors.compression import compressed
 from promptfed.shared.tensors.torch_tensors import arrays_of, decode, state_hash, tensors_of
 from promptfed.shared.versions import PROTOCOL, VERSION
 from tests.client_service.conftest import Killed, Make
-from tests.support.fake_coordinator import FakeCoordinator, Wire, problem
+from tests.support.fake_coordinator import FakeCoordinator, Wire
 
 TRAINING = TrainingSpec(learning_rate=0.1, batch_size=8).model_dump()
 
@@ -228,36 +227,6 @@ def test_a_kill_while_the_late_update_is_discarded_changes_nothing(make: Make, s
     coordinator.plan.pop(0)  # the deadline passes while the client is away
     assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert outcome(coordinator, settings)[1] == state_hash({})
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(("status", "kind"), [(413, "too-large"), (422, "norm-too-large"), (422, "wrong-shape")])
-def test_an_update_that_is_refused_is_reported_and_not_sent_for_ever(make: Make, status: int, kind: str) -> None:
-    def refuse(request: Request) -> Response | None:
-        return problem(status, kind, "not like this") if request.url.path.endswith("/update") else None
-
-    coordinator = make.coordinator(rounds=1, method=COOP, alter=refuse)
-    worker = make.worker(coordinator)
-    assert asyncio.run(worker.run()) is Exit.OK
-    assert coordinator.failures == [{"type": "update-refused", "detail": f"{kind}: not like this"}]
-    assert coordinator.count("PUT", "/update") == 1
-    assert worker.monitor.status.last_refusal == "not like this"
-    assert outcome(coordinator, make.settings)[1] == state_hash({})
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(("status", "kind"), [(401, "unauthorized"), (403, "withdrawn"), (307, "redirect")])
-def test_an_update_without_a_verdict_is_kept(make: Make, settings: Settings, status: int, kind: str) -> None:
-    def refuse(request: Request) -> Response | None:
-        return problem(status, kind, location="/elsewhere") if request.url.path.endswith("/update") else None
-
-    coordinator = make.coordinator(rounds=1, method=COOP, alter=refuse)
-    with pytest.raises(ClientError):
-        asyncio.run(make.worker(coordinator).run())
-    assert (settings.state_dir / "pending").exists()
-    coordinator.alter = lambda request: None
-    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
-    assert outcome(coordinator, settings)[2].round == 1
 
 
 @pytest.mark.extended

@@ -20,6 +20,7 @@ GIVEN = {"coordinator": "http://127.0.0.1:8080", "federation": "pets", "data": "
     ({"data": None}, "--data: "), ({"test": ["novel"]}, "'novel' is not NAME=URI"),
     ({"test": ["a b=x"]}, "not NAME=URI"),
     ({"test": ["=digits"]}, "not NAME=URI"), ({"test": ["novel="]}, "not NAME=URI"),
+    ({"coordinator": "http://c:8080"}, "--allow-plain-http"),
     ({"test": ["train=x"]}, "'train' names the client's own data"),
     ({"test": ["b=x", "test=x"]}, "'test' names the client"),
     ({"test": ["b=x", "b=y"]}, "two further test sets have the same name"),
@@ -41,13 +42,15 @@ def test_what_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("changes", [
-    {"coordinator": "https://example.org"}, {"coordinator": "http://example.org", "allow_plain_http": True},
+    {"coordinator": "https://example.org/"}, {"coordinator": "http://localhost:1"},
+    {"coordinator": "http://example.org", "allow_plain_http": True},
     {"coordinator": "http://[::1]:8080"}, {"withdraw": True, "delete_private": True}, {"device": "cuda:1"},
     {"client_key": "k", "client_cert": "c"}, {"client_cert": "c"}, {"api_host": "0.0.0.0", "api_token_file": "t"},
     {"api_host": "::1"}, {"check": True}, {"test": ["b=x", "c=y=z"]}, {"api_port": 65535}, {"api_port": "tcp://10.0.0.1:80"},
 ])  # fmt: skip
 def test_what_is_taken(changes: dict[str, Any], tmp_path: Path) -> None:
     found = make_settings(**GIVEN | {"state_dir": tmp_path} | changes)
+    assert found.coordinator == changes.get("coordinator", GIVEN["coordinator"]).rstrip("/")
     assert found.tests == ({"b": "x", "c": "y=z"} if "test" in changes else {})
     assert found.api_port == (65535 if changes.get("api_port") == 65535 else 0)
 
@@ -60,6 +63,12 @@ def test_what_follows_from_what_is_given(tmp_path: Path, monkeypatch: pytest.Mon
     assert base == tmp_path / "state" / "promptfed"
     where = {key: value for key, value in GIVEN.items() if key != "name"}
     assert make_settings(**where).name == "client", "a host's name of which nothing is left"
+    monkeypatch.setattr(socket, "gethostname", lambda: "Anna's laptop.example.org")
+    assert make_settings(**where).state_dir == base / "127.0.0.1-8080" / "pets" / "Anna-s-laptop"
+    (tmp_path / "identity.json").write_text('{"name": "ward-3"}')  # a container gets another host name each time
+    assert make_settings(**where, state_dir=tmp_path).name == "ward-3"
+    (tmp_path / "identity.json").write_text("damaged")
+    assert make_settings(**where, state_dir=tmp_path).name == "Anna-s-laptop"
     invited = {"name": "ward", "role": "evaluator"}
     assert [make_settings(**where, invited=invited, **more).role for more in ({}, {"role": "trainer"})] == [
         "evaluator", "trainer",

@@ -9,7 +9,6 @@ import logging
 import os
 import pty
 import re
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +27,7 @@ from promptfed.client_service.joining.checks import Check, check_data, check_dev
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.disclosure import EACH, ROUNDS, Declared, Disclosure, _when, disclose
 from promptfed.client_service.privacy.agreement import AgreedTerms, Agreement, NotAgreed, terms_of
-from promptfed.client_service.settings import Settings, make_settings
+from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, shape_of
@@ -659,24 +658,6 @@ def test_a_log_of_json_has_the_disclosure_as_one_event(
 
 def given(**changes: Any) -> dict[str, Any]:
     return {"coordinator": "http://127.0.0.1:8080", "federation": "pets", "data": "digits"} | changes
-
-
-def test_a_client_needs_neither_name_nor_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(socket, "gethostname", lambda: "Anna's laptop.example.org")
-    found = make_settings(**given())
-    assert found.name == "Anna-s-laptop"
-    assert found.state_dir == tmp_path / "promptfed" / "127.0.0.1-8080" / "pets" / "Anna-s-laptop"
-    assert make_settings(**given(name="b")).state_dir.name == "b"
-
-
-def test_a_state_folder_knows_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A container gets another host name each time; the client stays who it is."""
-    (tmp_path / "identity.json").write_text('{"name": "ward-3"}')
-    monkeypatch.setattr(socket, "gethostname", lambda: "0f3c9a")
-    assert make_settings(**given(state_dir=tmp_path)).name == "ward-3"
-    (tmp_path / "identity.json").write_text("damaged")
-    assert make_settings(**given(state_dir=tmp_path)).name == "0f3c9a"
 
 
 def test_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from promptfed.cli.app import exit_code
 from promptfed.cli.main import app
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
-from promptfed.client_service.joining import invited
 from promptfed.client_service.joining.invited import AUTHORITY, accept
 from promptfed.coordinator.domain import clock
 from promptfed.sdk import operations
@@ -29,7 +28,7 @@ from promptfed.shared.errors import PromptfedError
 from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.service.invitation import Invitation, decode
 from promptfed.shared.service.net import certificate_hash
-from promptfed.testing.clients import content_digest, spec
+from promptfed.testing.clients import spec
 from tests.security.test_tls import certificate
 from tests.support.coordinators import ForkedCoordinator
 
@@ -141,25 +140,6 @@ def test_another_certificate_is_not_trusted_and_learns_nothing(tmp_path: Path, a
             assert not (state / AUTHORITY).exists()
     assert seen
     assert not any(TOKEN in request or "uthorization" in request for request in seen)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("headers", [{"Content-Encoding": "gzip"}, {"Content-Digest": content_digest(b"another")}])
-def test_a_certificate_that_was_damaged_on_the_way_is_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
-) -> None:
-    monkeypatch.setattr(invited, "AGAIN_SECONDS", 0.01)
-    own = certificate(tmp_path, "imitation")[0].read_text()
-    given = {"data": "symbols:sketch", "state_dir": tmp_path / "state"}
-    with imitation(tmp_path, own, damaged=3, headers=headers) as (url, seen):
-        text = invitation(url, certificate_hash(own))
-        assert accept(text, given).ca_file == tmp_path / "state" / AUTHORITY
-        assert len(seen) == 4
-    with imitation(tmp_path, own, damaged=1 << 30, headers=headers) as (url, _):
-        given |= {"state_dir": tmp_path / "other", "give_up_after": 0.05}
-        with pytest.raises(ClientError, match="that can be used") as end:
-            accept(invitation(url, certificate_hash(own)), given)
-        assert end.value.exit is Exit.UNREACHABLE
 
 
 @pytest.mark.extended

@@ -53,3 +53,4 @@ def test_an_answer_is_proven_refused_or_damaged(
 def test_a_line_has_no_control_and_an_end() -> None:
     assert one_line("a\x1b[1m\n\n b") == "a [1m b"
     assert one_line("x" * 9, 4) == "xxxx"
+    assert one_line(" " * 11 + "abc", 3) == "a", "four times as much is looked at"

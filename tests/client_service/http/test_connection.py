@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from types import SimpleNamespace
@@ -19,7 +20,6 @@ from promptfed.client_service.http.connection import (
     Patience,
     Refused,
     Unavailable,
-    _clean,
     _foreign,
     _retry_after,
 )
@@ -46,7 +46,6 @@ def answer(status: int, content: bytes | None = None, **headers: str) -> httpx.R
     (answer(200), None, ""), (answer(299), None, ""), (answer(400), Refused, "why (400 kind)"),
     (answer(499), Refused, "why"), (answer(500), Unavailable, "500 why"),
     (answer(503, b"x"), Unavailable, "503 Service"),
-
     (answer(429), Refused, "why"), (answer(429, retry_after="3"), Unavailable, "429 why"),
     (answer(404, b"x"), Damaged, "404 Not Found: its reason cannot be read"),
     (answer(302, location="http://b"), Refused, "redirects are not followed (to http://b) (302 redirect)"),
@@ -73,6 +72,7 @@ def test_bodies_are_read_to_a_limit() -> None:
 
 @pytest.mark.parametrize(("status", "text", "seconds"), [
     (503, "7", 7.0), (429, "7", 7.0), (502, "7", None), (503, "", None), (503, "soon", None), (503, "-7", None),
+    (503, "9" * 400, math.inf),
     (503, format_datetime(datetime.now(UTC) + timedelta(hours=1)), 3600.0),
     (503, format_datetime(datetime.now(UTC) - timedelta(hours=1)), 0.0),
 ])  # fmt: skip
@@ -134,7 +134,7 @@ def test_the_address_that_failed_is_the_one_that_is_explained(monkeypatch: pytes
     monkeypatch.setattr(connection, "explained", lambda error, address: asked.append(address))
     waiting = line(TWO)
     assert "no answer from the coordinator at" in str(waiting.unreachable(OSError("x")))
-    waiting.failed = "http://b:1"
+    waiting.addresses.failed = "http://b:1"
     waiting.explained(OSError("x"))
     assert asked == [TWO, "http://b:1"]
 
@@ -160,12 +160,6 @@ def test_who_serves_is_told_where_it_changes(caplog: pytest.LogCaptureFixture) -
 ])  # fmt: skip
 def test_what_somebody_else_says(given: httpx.Response, said: str) -> None:
     assert said in asyncio.run(_foreign(given))
-
-
-def test_words_of_others_are_cleaned() -> None:
-    assert _clean("a\x1b[2J\n\n b" + "c" * 600) == "a [2J b" + "c" * 493
-    assert _clean("abcdef", 3) == "abc"
-    assert _clean(" " * 11 + "abc", 3) == "a", "four times as much is looked at"
 
 
 def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Any) -> None:

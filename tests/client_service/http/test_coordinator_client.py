@@ -9,10 +9,8 @@ import hashlib
 import json
 import logging
 import ssl
-import time
 from collections.abc import AsyncIterator, Callable
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -277,31 +275,6 @@ def test_a_large_page_of_somebody_else_is_not_read_to_its_end() -> None:
     assert end.value.exit is Exit.UNREACHABLE
 
 
-def test_a_429_that_says_when_to_come_again_is_tried_again() -> None:
-    script = Scripted(httpx.Response(429, headers={"Retry-After": "3"}), httpx.Response(201, json=RECEIPT))
-    send(script)
-    [delay] = script.delays
-    assert 3 <= delay <= 3.25
-
-
-def test_retry_after_is_kept_on_503_alone() -> None:
-    begun = time.monotonic()
-    later = format_datetime(datetime.now(UTC) + timedelta(seconds=250), usegmt=True)
-    script = Scripted(
-        httpx.Response(503, headers={"Retry-After": "7"}), httpx.Response(503, headers={"Retry-After": later}),
-        httpx.Response(503, headers={"Retry-After": "soon"}), httpx.Response(500, headers={"Retry-After": "100"}),
-        httpx.Response(503, headers={"Retry-After": "9" * 400}), httpx.Response(201, json=RECEIPT),
-    )  # fmt: skip
-    send(script)
-    passed = time.monotonic() - begun
-    seconds, date, nonsense, other, absurd = script.delays
-    assert 7 <= seconds <= 7.25
-    assert 249 - passed - 0.1 <= date <= 250.25, "a date has whole seconds"
-    assert nonsense <= 1
-    assert other <= 2
-    assert absurd <= 300.25
-
-
 def test_a_coordinator_that_never_answers_ends_the_client() -> None:
     script = Scripted(httpx.ConnectError("connection refused"), give_up_after=0.05)
     with pytest.raises(
@@ -551,19 +524,6 @@ def test_what_a_refusal_says_is_cleaned_for_the_log() -> None:
 def settings_for(tmp_path: Path, **changes: Any) -> Settings:
     given = {"coordinator": "http://127.0.0.1:8080", "federation": "f", "name": "n", "data": "d", "state_dir": tmp_path}
     return make_settings(**(given | changes))
-
-
-@pytest.mark.parametrize("address", ["http://10.0.0.5:8080", "http://coordinator:8080"])
-def test_plain_http_to_another_machine_needs_consent(tmp_path: Path, address: str) -> None:
-    with pytest.raises(ClientError, match="--allow-plain-http") as refusal:
-        settings_for(tmp_path, coordinator=address)
-    assert refusal.value.exit is Exit.USAGE
-    assert settings_for(tmp_path, coordinator=address, allow_plain_http=True).coordinator == address
-
-
-@pytest.mark.parametrize("address", ["http://localhost:1", "http://[::1]:8080", "https://coordinator.example/"])
-def test_loopback_and_https_need_none(tmp_path: Path, address: str) -> None:
-    assert settings_for(tmp_path, coordinator=address).coordinator == address.rstrip("/")
 
 
 @pytest.mark.parametrize("address", ["coordinator:8080", "ftp://x", "https://", "https://u:p@host", "https://h/?q=1"])

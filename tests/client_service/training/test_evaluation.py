@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.settings import make_settings
 from promptfed.client_service.training import trainer
 from promptfed.client_service.training.data import held_out
 from promptfed.client_service.training.evaluation import answers
@@ -120,29 +119,6 @@ def test_without_template_in_spec_each_data_source_has_its_own(make: Make, backb
     found = run(make, {"other": extra}, template=None)[-1]
     assert found["zero_shot"]["other"]["accuracy"] == zero_shot_of(backbone, extra, extra.template)
     assert found["zero_shot"]["test"]["accuracy"] == zero_shot_of(backbone, source, source.template)
-
-
-@pytest.mark.parametrize(("given", "text"), [
-    (["novel"], "is not NAME=URI"),
-    (["=digits"], "is not NAME=URI"),
-    (["a@b=digits"], "is not NAME=URI"),
-    (["test=digits"], "give the further test set another name"),
-    (["a=digits", "a=digits?classes=novel"], "two further test sets have the same name"),
-])  # fmt: skip
-def test_a_test_set_without_a_good_name_is_refused(given: list[str], text: str, tmp_path: Any) -> None:
-    with pytest.raises(ClientError, match=text) as refused:
-        make_settings(
-            coordinator="http://127.0.0.1:1", federation="f", name="n", data="digits", state_dir=tmp_path, test=given
-        )
-    assert refused.value.exit is Exit.USAGE
-
-
-def test_options_of_a_test_set_keep_their_equals_signs(tmp_path: Any) -> None:
-    given = ["novel=symbols:sketch?classes=novel&per_class=2", "base=digits?classes=base"]
-    settings = make_settings(
-        coordinator="http://127.0.0.1:1", federation="f", name="n", data="digits", state_dir=tmp_path, test=given
-    )
-    assert settings.tests == {"novel": "symbols:sketch?classes=novel&per_class=2", "base": "digits?classes=base"}
 
 
 def test_a_test_set_of_classes_that_the_client_lacks_needs_no_permission(make: Make) -> None:
