@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from promptfed.coordinator.domain import run_state
 from promptfed.coordinator.engine import last_seen, log_lines
 from promptfed.coordinator.engine.last_seen import LastSeen
+from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.store import writable
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.bucket import ObjectStoreAway
@@ -181,3 +183,34 @@ def test_two_who_ask_at_once_are_one_look(monkeypatch: pytest.MonkeyPatch) -> No
     asked.why_not()
     looks[0].join()
     assert len(looks) == 1
+
+
+def test_what_a_change_did_is_counted_and_kept_to_itself_from_the_first_secret_on() -> None:
+    def observed(metrics: Metrics, secret: bool, **run: Any) -> None:
+        spec = SimpleNamespace(participation=SimpleNamespace(is_secret=secret))
+        recorded = [run_state.Settled("a", "answered"), run_state.Completed(), run_state.Moved("paused", None)]
+        after = SimpleNamespace(**{"round": 3, "state": "running"} | run)
+        federation = SimpleNamespace(spec=spec, run=after)
+        change: Any = SimpleNamespace(federation=federation, completed=[("train", 2.0)], recorded=recorded)
+        before: Any = SimpleNamespace(round=1, state="running")
+        metrics.observe(change, before)
+
+    metrics = Metrics()
+    observed(metrics, False)
+    text = metrics.text().decode()
+    for line in (
+        "rounds_completed_total 2.0", 'tasks_settled_total{status="answered"} 1.0', "phases_completed_total 1.0",
+        'federation_moves_total{state="paused"} 1.0', 'phase_seconds_sum{kind="train"} 2.0',
+    ):  # fmt: skip
+        assert f"promptfed_{line}" in text
+    for round, state, over in ((3, "finished", 5.0), (1, "cancelled", 5.0), (0, "enrolling", 5.0)):
+        observed(metrics, False, round=round, state=state)
+        assert f"promptfed_rounds_completed_total {over}" in metrics.text().decode()
+    for secret in (True, False):
+        observed(metrics, secret)
+        assert "tasks_settled_total" not in metrics.text().decode()
+    metrics.refused("phase-closed", True)
+    metrics.refused("not-found", False)
+    metrics.failed("made-up")
+    counted = {kind: metrics.updates.labels(kind)._value.get() for kind in ("late", "refused")}
+    assert (counted, metrics.refusals.labels("not-found")._value.get()) == ({"late": 1, "refused": 0}, 1)

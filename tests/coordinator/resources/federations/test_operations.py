@@ -174,6 +174,13 @@ def test_a_state_that_does_not_fit_is_refused(coordinator: InThread, body: bytes
     assert (put.status_code, put.json()["type"].rsplit("/")[-1]) == (status, kind), put.text
 
 
+def test_only_the_state_that_is_continued_is_taken(coordinator: InThread) -> None:
+    good, other = {"context": torch.ones(4, 8)}, {"context": torch.zeros(4, 8)}
+    federation = coordinator.create(backbone={"shape": SHAPE}, continues=state_hash(good))
+    assert supply(coordinator, federation, encode(other)).json()["type"].endswith("/initial-state-mismatch")
+    assert supply(coordinator, federation, encode(good)).status_code == 200
+
+
 def test_an_initial_state_made_for_another_backbone_stops_the_start(coordinator: InThread) -> None:
     federation = coordinator.create()
     body = encode({"context": torch.ones(4, 9)})
