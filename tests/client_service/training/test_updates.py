@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from promptfed.client_service.exits import Failure
+from promptfed.client_service.exits import ClientError, Failure
 from promptfed.client_service.serving.page import page, page_file
 from promptfed.client_service.serving.prediction import OneImage, Predictor, Served
 from promptfed.client_service.serving.problems import ApiProblem
@@ -197,6 +197,8 @@ def test_features_of_patches_are_kept_and_sent(source: Source, backbone: Backbon
     kept = data.split("train", source.class_names).patches(rows)
     pixels = torch.stack([backbone.preprocess(source.train.image(row)) for row in rows.tolist()])
     torch.testing.assert_close(kept.float(), backbone.encode_patches(pixels), atol=0.05, rtol=0.01)
+    with pytest.raises(ClientError, match="the federation does not know the classes 'anchor' of the data"):
+        data.split("train", tuple(name for name in source.class_names if name != "anchor"))
     stopped[0] = True
     for work in (lambda: data.keep_patches("test"), lambda: data.features("test")):
         with pytest.raises(TaskCancelled):

@@ -21,6 +21,7 @@ from promptfed.shared.methods.core.interface import ClientInfo, MethodError, Ser
 from promptfed.shared.methods.core.objectives import Protection
 from promptfed.shared.methods.core.spec_backbone import described
 from promptfed.shared.methods.core.training import TaskCancelled
+from promptfed.shared.methods.fast_pt import domains
 from promptfed.shared.methods.fast_pt.domains import MixtureClassifier
 from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit
 from promptfed.shared.methods.plan import Reference
@@ -176,6 +177,11 @@ STARTS: dict[str, dict[str, float]] = {
         "visual_aggregator.fq.w1": 0.166, "visual_aggregator.fa.w1": 0.1608,
     },
 }  # fmt: skip
+STARTS["fedtpg normal"] = STARTS["fedtpg"] | {
+    "to_query.weight": 0.02, "to_key.weight": 0.0211, "to_value.weight": 0.015, "to_output.weight": 0.0189,
+    "widen.weight": 0.0197, "narrow.weight": 0.0178,
+}  # fmt: skip
+STARTS["fedtpg xavier"] = STARTS["fedtpg"] | {"to_output.weight": 0.3516, "narrow.weight": 0.3332}
 STARTS["plan alone"] = STARTS["plan"] | {  # without what is added to, both layers are drawn
     "text_aggregator.fq.w2": 0.6524, "text_aggregator.fa.w1": 0.216, "text_aggregator.fa.w2": 0.6058,
     "visual_aggregator.query": 0.0198, "visual_aggregator.fq.w1": 0.1594, "visual_aggregator.fq.w2": 0.5457,
@@ -213,7 +219,10 @@ def test_what_a_shape_does_not_say_is_refused_where_it_is_needed(name: str) -> N
 @pytest.mark.parametrize("name", STARTS)
 def test_starts_are_drawn_as_wide_as_the_papers_say(name: str) -> None:
     kind, _, head = name.partition(" ")
-    method = make_method({"name": kind} | {"head": {"head": "linear"}, "alone": {"residual": False}}.get(head, {}))
+    method = make_method(
+        {"name": kind}
+        | {"head": {"head": "linear"}, "alone": {"residual": False}}.get(head, {"start": head} if head else {})
+    )
     clients = tuple(
         ClientInfo(a, "trainer", 5, NAMES[:3], Domain(name=a, description=f"a {a} of a {{}}")) for a in "ab"
     )
@@ -340,6 +349,24 @@ def test_domains_are_mixed_by_their_shares(mixture: str, backbone: Backbone, mak
     assert (told is None) is (mixture == "soft")
     assert told is None or set(told) == {"class_weights", "domain_weight", "domain_bias"}
     assert len(classifier.logits(context.train, rows[:0])) == 0
+
+
+@pytest.mark.parametrize(("words", "letters", "room", "said"), [
+    (6, 0, 10, None), (7, 0, 10, " and 6 words: say it"), (7, 0, None, None), (1, domains.DESCRIPTION, None, None),
+    (1, domains.DESCRIPTION + 1, None, "characters: say it in fewer"),
+    (1, domains.DESCRIPTION + 1, 10, " and 6 words: say"),
+])  # fmt: skip
+def test_a_description_fits_into_every_tower(words: int, letters: int, room: int | None, said: str | None) -> None:
+    text = "w" * letters or " ".join(["{}"] * words)
+    shape = SIZES.model_copy(update={"context_length": room and room + domains.SPECIAL - 4})
+    if said is None:
+        domains._check_length(text, shape)
+        return
+    with pytest.raises(
+        MethodError, match=f"the domain description has {words} words and {len(text)} characters"
+    ) as end:
+        domains._check_length(text, shape)
+    assert said in str(end.value)
 
 
 def test_some_methods_need_several_clients(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
