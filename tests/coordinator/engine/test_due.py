@@ -306,3 +306,46 @@ def test_an_end_cuts_a_database_that_does_not_answer(hangs: bool, monkeypatch: p
 
     assert asyncio.run(ended())
     assert done == ["waiting", "computing", *["the database does not answer while the coordinator ends"] * hangs]
+
+
+def test_the_driver_looks_flushes_and_gives_back_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry: Any = Recording()
+    registry.away, registry.leftovers = False, False
+    registry.federations, registry.wakeups.listen = {"f": "a federation"}, lambda key: key
+    one, done, now = Scheduler(registry), list[str](), [NOW]
+    moments = iter([0.0, scheduler.FLUSH_SECONDS, scheduler.FLUSH_SECONDS + 0.1, scheduler.TRIM_SECONDS + 0.1])
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    monkeypatch.setattr(scheduler, "give_back", lambda: done.append("gives back"))
+    monkeypatch.setattr(scheduler, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(one, "_look_at", lambda federation: done.append("looks"))
+    monkeypatch.setattr(one, "_pause", lambda: 7.5)
+
+    async def flush() -> None:
+        done.append("flushes")
+
+    async def delete() -> None:
+        done.append("deletes")
+
+    async def is_back() -> bool:
+        registry.away = len(done) == 0
+        done.append("asks")
+        return not registry.away
+
+    async def wait(wakeup: Any, seconds: float) -> None:
+        assert (wakeup, seconds) == ("driver", 7.5)
+        await asyncio.sleep(0)
+        done.append("|")
+        if (later := next(moments, None)) is None:
+            registry.wakeups.closed = True
+        else:
+            now[0] = NOW + later
+            registry.leftovers = later > 1
+
+    for name, does in (("_flush", flush), ("_delete_leftovers", delete), ("_is_back", is_back)):
+        monkeypatch.setattr(one, name, does)
+    monkeypatch.setattr(scheduler, "wait", wait)
+    registry.away = True
+    asyncio.run(one._drive())
+    assert "".join(f" {step}" for step in done).split(" | ") == [
+        " asks asks looks flushes", "looks", "looks deletes", "looks flushes", "looks flushes gives back |",
+    ]  # fmt: skip

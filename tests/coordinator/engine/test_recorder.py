@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +72,24 @@ def test_an_attempt_that_failed_is_over_and_its_tasks_with_it(coordinator: InPro
         session.rollback()
     assert (change.federation.tasks, change.federation.deadline) == ({}, None)
     assert [(kind, data["attempt"], data["round"]) for kind, data in change.emitted] == [("attempt-failed", 2, 1)]
+
+
+def test_each_event_meets_the_run_as_it_stands(coordinator: InProcess) -> None:
+    federation, _, _ = open_first_phase(coordinator)
+    registry = coordinator.registry
+    with registry.database.write() as session:
+        change = Change(session, registry.get(federation), queries.Batch(), registry.noise)
+        change.send(run_state.Pause())
+        assert change.federation.run.state == "paused"
+        assert change.batch.federations[federation]["state"] == "paused"
+        machine = change._machine
+        change.send(run_state.Resume(0.0))
+        assert (change.federation.run.state, change._machine is machine) == ("running", True)
+        paused = replace(change.federation.run, state="paused", reason="another way")
+        change.federation = replace(change.federation, run=paused)
+        change.send(run_state.Resume(0.0))
+        assert (change.federation.run.state, change.batch.federations[federation]["state"]) == ("running",) * 2
+        session.rollback()
 
 
 @dataclass(frozen=True)
