@@ -59,7 +59,10 @@ def accuracy_of(context: Tensor, backbone: Backbone, source: Source) -> float:
     return right / len(source.test)
 
 
-def test_a_federation_from_enrolment_to_its_end(make: Make, backbone: Backbone, source: Source) -> None:
+def test_a_federation_from_enrolment_to_its_end(
+    make: Make, backbone: Backbone, source: Source, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     coordinator = make.coordinator(rounds=2)
     start = coordinator.global_state["context"].clone()
     events = []
@@ -81,6 +84,7 @@ def test_a_federation_from_enrolment_to_its_end(make: Make, backbone: Backbone, 
     assert worker.monitor.status.accuracy == coordinator.evaluations[1]["splits"]["test"]["accuracy"]
     digests = {source.train.digest(row) for row in range(len(source.train))}
     assert trained_images.read_trained(worker.settings.state_dir) == digests
+    assert "did not know its data" not in caplog.text, "it is new"
 
 
 @pytest.mark.parametrize("exit", [Exit.DECLINED, Exit.REFUSED])
