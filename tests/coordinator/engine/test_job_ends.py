@@ -304,3 +304,37 @@ def test_a_start_by_who_may_not_is_told_what_is_missing(coordinator: InProcess) 
         jobs.start(registry, few)
     assert told.value.members == {"enrolled": 1, "needed": 2}
     assert not registry.get(few).starting
+
+
+@pytest.mark.parametrize(
+    ("sums_", "level", "computed"),
+    [(True, False, "summed"), (True, True, "summed"), (False, True, "noised"), (False, False, "aggregated")],
+)
+def test_a_phase_is_summed_noised_or_aggregated(
+    sums_: bool, level: bool, computed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = SimpleNamespace(count=3, weight=40.0)
+    monkeypatch.setattr(jobs.sums, "summed", lambda *about: ("summed", total, 0.5))
+    monkeypatch.setattr(jobs, "_computed_with_noise", lambda *about: jobs.Computed("noised", {}, {}))
+    monkeypatch.setattr(jobs, "room", lambda blobs: Registry(None)._block())
+    monkeypatch.setattr(jobs, "Rule", lambda spec, state: SimpleNamespace(judged={"a": 1}))
+    monkeypatch.setattr(jobs.global_state, "after_phase", lambda *about: "aggregated")
+    monkeypatch.setattr(jobs.global_state, "stored_updates", lambda blobs, updates, changed: changed.update(a=2.0))
+    monkeypatch.setattr(jobs.rows, "measured", lambda *about: None)
+    monkeypatch.setattr(jobs, "_measured", lambda *about: jobs.Measured({"gamma": 0.5, "none": float("nan")}))
+    privacy = SimpleNamespace(protects_clients=level)
+    spec = SimpleNamespace(secure_aggregation=object() if sums_ else None, privacy=privacy, aggregation=None)
+    federation: Any = SimpleNamespace(spec=spec, method_phase=lambda *about: None, context=lambda: None)
+    registry: Any = Registry(None)
+    closed: Any = SimpleNamespace(round=1, step=0)
+    found = jobs.compute(registry, federation, {}, closed, SimpleNamespace(updates=[], payloads={}))
+    assert found.after == computed
+    assert (found.total is total, found.judged) == (sums_, {"a": 1} if computed == "aggregated" else {})
+    assert (
+        found.measured
+        == {
+            "summed": {"phase": {"sum_clients": 3, "sum_weight": 40.0, "mean_norm": 0.5}, "clients": {}},
+            "noised": {},
+            "aggregated": {"phase": {"gamma": 0.5}, "clients": {}, "changes": {"a": 2.0}},
+        }[computed]
+    )

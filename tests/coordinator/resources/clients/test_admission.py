@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -239,3 +240,29 @@ def test_updates_are_deleted_of_who_takes_part_no_more(
     for name in ("c0", "cli-c0"):
         assert refusal(operations._expect_deletable, one, None, name) == kind
     assert refusal(operations._expect_deletable, one, None, "nobody") == "not-found"
+
+
+def test_operators_are_told_of_each_other_reason_once_and_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    minted = SimpleNamespace(name="ward")
+    change: Any = SimpleNamespace(
+        federation=SimpleNamespace(tokens={"t": minted}), session=None, emit=lambda kind, **about: told.insert(0, about)
+    )
+    registry: Any = SimpleNamespace(change=lambda id: nullcontext(change))
+    monkeypatch.setattr(operations, "refused_enrolments", lambda session, id: [(about, "now") for about in told])
+    monkeypatch.setattr(operations, "MOST_REFUSED", 3)
+
+    def refuse(name: str, why: str, token: str = "t") -> int:
+        operations.record_refused_enrolment(registry, "fed-1", name, token, NotFound(why))
+        return len(told)
+
+    counts = [
+        refuse("a", "x"),
+        refuse("a", "x"),
+        refuse("a", "y"),
+        refuse("a", "x", "revoked"),
+        refuse("b", "y" * 3000),
+    ]
+    assert counts == [1, 1, 2, 2, 3]
+    assert told[0] == {"client": "b", "token": "ward", "type": "not-found", "detail": "y" * 2000}
+    assert refuse("c", "z") == 3, "names are the newcomers' choice"
