@@ -63,7 +63,8 @@ def test_every_loop_ends_where_it_is_told(name: str, protected: bool, make_conte
     def train(stop: Counted) -> None:
         own = Protection(0.3, 1.0, 10, 5, 2, SeededNoise(1).stream()) if protected else None
         context = replace(make_context(10, batch_size=5, epochs=2), protection=own, phase=phase, round=2)
-        method.train(replace(context, cancelled=stop), state, {})
+        trained = method.train(replace(context, cancelled=stop), state, {})
+        assert not any(one.requires_grad for part in (trained.update, trained.private) for one in part.values())
 
     for most in (0, 1):
         stop = Counted(most)

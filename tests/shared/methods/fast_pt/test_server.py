@@ -266,6 +266,7 @@ def test_training_a_transform_equals_the_equations(backbone: Backbone, sketcher:
     hyper = styles.StyleTransferHyper(mst_hidden=5, mst_epochs=2, mst_batch_size=4, mst_learning_rate=0.01)
     values, labels = sketcher.train.features(), sketcher.train.labels
     trained = styles.StyleTransfer(sketcher, hyper).train(NEON_LOOK)
+    assert not any(tensor.requires_grad for tensor in trained.values())
     draws = generator(3, "hospital-a", "style-transfer", "a neon sign of a {}")
     templates = (SKETCHED.description, NEON_LOOK.description, TEMPLATE)
     wanted = literal.trained_transform(
