@@ -197,56 +197,6 @@ def request_signature(
     return answer
 
 
-def another_accuracy(folder: Path, card: Card) -> None:
-    card["accuracy"] = {"round": 0, "clients": [], "mean": {"trainer": {"adapted": 0.99}}}
-
-
-def another_spec(folder: Path, card: Card) -> None:
-    card["hashes"]["spec"] = "sha256:" + "0" * 64
-
-
-def another_round(folder: Path, card: Card) -> None:
-    card["round"] = 1
-
-
-def another_state(folder: Path, card: Card) -> None:
-    place = folder / "prompts.safetensors"
-    tensors, _ = decode(place.read_bytes())
-    place.write_bytes(encode({name: -tensor for name, tensor in tensors.items()}))
-
-
-def a_path_outside(folder: Path, card: Card) -> None:
-    (folder.parent / "outside.bin").write_bytes(b"")
-    card["files"]["../outside.bin"] = {"bytes": 0, "sha256": ""}
-
-
-def an_old_signature(folder: Path, card: Card) -> None:
-    card["signature"] = "00" * 64
-
-
-def an_unknown_key(folder: Path, card: Card) -> None:
-    card["approved_by"] = "the ministry"
-
-
-LIES: dict[Forgery, tuple[int, str]] = {
-    rotated_class_names: (409, "class_names"), another_template: (409, "template"),
-    another_backbone: (409, "backbone"), another_federation_name: (409, "federation"),
-    another_participant: (409, "participants"), invented_privacy: (409, "privacy"),
-    another_accuracy: (409, "accuracy"), another_spec: (409, "hashes"), another_round: (409, "round"),
-    another_state: (409, "files.prompts.safetensors"), a_path_outside: (409, "files.../outside.bin"),
-    an_old_signature: (409, "signature"), an_unknown_key: (422, "approved_by"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
-def test_coordinator_signs_nothing_that_it_knows_otherwise(coordinator: InThread, exported: Path, lie: Forgery) -> None:
-    forge(exported, lie)
-    refused = request_signature(coordinator, exported)
-    status, path = LIES[lie]
-    assert refused.status_code == status, refused.text
-    assert path in [error["path"] for error in refused.json()["errors"]]
-
-
 def test_verify_compares_the_cards_text_that_a_lying_exporter_had_signed(
     coordinator: InThread, exported: Path, key: str
 ) -> None:

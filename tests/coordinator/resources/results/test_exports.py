@@ -118,10 +118,21 @@ CONFIG, WEIGHTS, MERGED = (
 )
 FILE: Card = {"bytes": 1, "sha256": "0" * 64}
 STATE, FINAL = "prompts.safetensors", "final.safetensors"
+SPENT: Card = {
+    "level": "sample", "unit": "record", "relation": "zero-out", "epsilon_max": 0.1, "epsilon_median": 0.1,
+    "clients": 2, "delta": 1e-6, "clip": 1.0, "noise_multiplier": 9.0, "noise": "secret", "accountant": "pld",
+    "rounds_counted": 1, "evaluation": "withheld",
+}  # fmt: skip
 LIES: list[tuple[Callable[[Card], object], str, str]] = [
     (lambda card: None, "", ""),
     (lambda card: card.update(rounds=4), "rounds", "it is 3"),
     (lambda card: card.update(template="x"), "template", "it is 'a photo of a {}.'"),
+    (lambda card: card["backbone"].update(model="ViT-B-16"), "backbone", "it is BackboneSpec(model='promptfed-tiny'"),
+    (lambda card: card["federation"].update(name="another"), "federation", "it is FederationName(name='eyes'"),
+    (lambda card: card["hashes"].update(spec="sha256:" + "0" * 64), "hashes", "it is Hashes("),
+    (lambda card: card.update(round=2), "round", "it is 1, not 2"),
+    (lambda card: card["accuracy"]["mean"].update(trainer={"adapted": 0.99}), "accuracy", "it is Accuracies("),
+    (lambda card: card.update(privacy=SPENT), "privacy", "it is None"),
     (lambda card: numbered(card), "", ""),
     (lambda card: card["participants"][1].update(name="c"), "participants", "it is [Participant(name='a'"),
     (lambda card: card.update(class_names=None), "class_names", "trainers named classes"),
