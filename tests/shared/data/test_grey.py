@@ -133,3 +133,15 @@ def test_features_are_of_the_common_scale(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.equal(*features)
     if apart:
         data_readers.readers().close()
+
+
+def test_greys_of_a_result_are_used_or_asked_for(tmp_path: Path) -> None:
+    uri = write(tmp_path, whole(900), whole(901))
+    assert open_source(uri, greys=[(0, 4095)]).grey == (0, 4095)
+    assert open_source(uri, greys=[]).grey == (0, 1023)
+    two = [(0.0, 4095.0), (0.0, 1023.0)]
+    with pytest.raises(DataError, match="read grey pictures as 12 bits or as 10 bits; say which with grey="):
+        open_source(uri, greys=two)
+    assert open_source(f"{uri}?grey=11", greys=two).grey == (0, 2047)
+    plain = write(tmp_path / "8", np.full((32, 32), 9, "u1"), np.full((32, 32), 8, "u1"))
+    assert open_source(plain, greys=two).grey is None

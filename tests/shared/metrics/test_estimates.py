@@ -14,6 +14,7 @@ from statsmodels.stats.proportion import proportion_confint
 from promptfed.shared.metrics.estimates import (
     auroc_estimate,
     class_figures,
+    gain_margin,
     on_logit_scale,
     precision_estimate,
     proportion,
@@ -148,3 +149,26 @@ def test_intervals_cover_what_they_promise(area: float, share: float, count: int
 
 
 # The metrics against literal versions, image by image, and against figures worked out by hand.
+
+
+@pytest.mark.parametrize(("truth", "scores", "value", "se", "low"), [
+    ([1, 0, 0, 1, 0], [0.9, 0.8, 0.1, 0.4, 0.3], 5 / 6, (1 / 18) ** 0.5 / (5 / 36), 0.152293),
+    ([1, 0, 0, 0], [0.5, 0.8, 0.1, 0.4], 2 / 3, 1.5, 0.095626),
+    ([1, 1, 1, 0], [0.9, 0.2, 0.1, 0.4], 1 / 3, 1.5, 0.025754),
+    ([1, 1, 0, 0, 0], [0.9, 0.8, 0.1, 0.4, 0.3], 1.0, None, 0.342380), ([1, 0], [0.2, 0.3], 0.0, None, 0.0),
+])  # fmt: skip
+def test_the_area_of_few_images_has_delongs_interval(
+    truth: list[int], scores: list[float], value: float, se: float | None, low: float
+) -> None:
+    """By hand: the variance of one positive or of one negative alone is left out; at 1 the fewer of both count."""
+    found = auroc_estimate(np.array(truth, dtype=bool), np.array(scores))
+    assert (found.value, found.low) == pytest.approx((value, low), abs=1e-6)
+    assert found.se == (None if se is None else pytest.approx(se))
+
+
+def test_without_a_standard_error_an_interval_is_wilsons() -> None:
+    wilson, told = proportion(5, 10), on_logit_scale(0.5, 0.0, 10)
+    assert wilson is not None
+    assert (told.low, told.high, told.se) == (wilson.low, wilson.high, None)
+    assert gain_margin([(0.5, 0.6, 10)]) == pytest.approx(1.959964 * ((0.25 + 7 / 12 * 5 / 12) / 12) ** 0.5)
+    assert gain_margin([(0.5, 0.6, 10)] * 4) == pytest.approx(gain_margin([(0.5, 0.6, 10)]) / 2)

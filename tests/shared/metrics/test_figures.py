@@ -133,3 +133,11 @@ def test_nearly_one_class_is_said_of_answers_that_no_label_explains() -> None:
     assert not nearly_one_class(None)
     assert nearly_one_class(0.95, 0.85)
     assert not nearly_one_class(0.95, 0.86)
+
+
+def test_a_mean_precision_is_of_classes_that_some_images_have_and_some_lack() -> None:
+    labels = [[1, 1, 0, -1], [0, 1, 0, 1], [1, 1, 0, 0]]
+    scores = np.array([[0.9, 0.1, 0.2, 0.9], [0.8, 0.2, 0.3, 0.1], [0.1, 0.3, 0.4, 0.3]])
+    of_first, of_last = (1 + 2 / 3) / 2, 1 / 2
+    assert mean_average_precision(labels, scores) == pytest.approx((of_first + of_last) / 2)
+    assert mean_average_precision([[1], [1]], scores[:2, :1]) is None

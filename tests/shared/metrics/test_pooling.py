@@ -110,3 +110,9 @@ def test_figures_rounded_to_an_end_are_pooled(se: float) -> None:
     pooled = pool_estimates(ends)
     assert pooled is not None
     assert 0 <= pooled.low <= pooled.mean <= pooled.high <= 1
+
+
+@pytest.mark.parametrize("variances", [[0.0, 1.0], [-1.0, 1.0], [1.0], [1.0, 1.0, 1.0]])
+def test_pooling_takes_a_variance_above_0_of_each_site(variances: list[float]) -> None:
+    with pytest.raises(ValueError, match="two sites or more, each with a standard error above 0"):
+        pool([1.0, 2.0], variances)
