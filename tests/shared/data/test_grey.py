@@ -105,6 +105,9 @@ def test_an_option_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     for value in ("17", "12.5", "99999999999"):
         assert "is no number of bits of whole numbers, which is 1 to 16" in refused(f"{uri}?grey={value}")
     assert "its numbers are 100 to 4000, where grey pictures are read as 10 bits" in refused(f"{uri}?grey=10")
+    assert open_source(f"{uri}?grey=100,4001").grey == (100, 4001), "its very ends"
+    for ends in ("101,4001", "100,4000"):
+        assert "its numbers are 100 to 400" in refused(f"{uri}?grey={ends}")
     plain = write(tmp_path / "8", np.full((32, 32), 9, "u1"), np.full((32, 32), 8, "u1"))
     assert "grey= is for grey pictures of more than 8 bits, and there is none" in refused(f"{plain}?grey=12")
     write(tmp_path / "12", whole(4000), whole(4001), fractions(11.5), end="tif")
