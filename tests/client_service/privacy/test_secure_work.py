@@ -235,3 +235,8 @@ def test_shares_are_revealed_for_one_list_and_weights_follow_a_rule(world: World
     work._state.write_file(secure.WORK, b"damaged")
     with pytest.raises(ClientError, match=rf"{secure.WORK} is damaged"):
         work.cost()
+
+
+def test_a_list_to_confirm_is_in_order_of_places() -> None:
+    job = opening.confirm_job([33, 8, 1, 16, 64, 5], [64, 5])
+    assert (job.alive, job.dropped) == ([5, 64], [1, 8, 16, 33])
