@@ -33,6 +33,15 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatc
         patch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError("full")))
         with pytest.raises(OSError, match="full"):
             write_whole(path, b"after")
+
+    def tidied(source: Path, target: Path) -> None:
+        source.unlink()
+        raise OSError("tidied by another")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", tidied)
+        with pytest.raises(OSError, match="tidied by another"):
+            write_whole(path, b"after")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"note": b"before"}
 
 
