@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -233,3 +234,15 @@ def test_a_server_holds_every_name_and_is_warned_of_once(
         with pytest.raises(CannotOpen, match="create it with ENCODING 'UTF8'") if refused else nullcontext():
             PostgreSQL.check(backend)
     assert len(caplog.messages) == warned
+
+
+def test_a_store_that_cannot_be_opened_lets_go_of_database_and_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Database] = []
+    monkeypatch.setattr(Database, "close", lambda self: closed.append(self))
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="no room"):
+        broken.setattr(opening, "_opened", Mock(side_effect=OSError("no room")))
+        open_store(Settings(data_dir=tmp_path))
+    assert len(closed) == 1
+    open_store(Settings(data_dir=tmp_path)).close()

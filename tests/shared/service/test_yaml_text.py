@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from promptfed.shared.errors import BadInput
+from promptfed.shared.service import yaml_text
 from promptfed.shared.service.reasons import why
 from promptfed.shared.service.yaml_text import MOST_NESTED, MOST_PARTS, read_mapping, read_yaml
 
@@ -78,3 +79,17 @@ def test_a_file_of_a_mapping_is_read_or_named(tmp_path: Path) -> None:
         read_mapping(tmp_path / "none")
     with pytest.raises(yaml.YAMLError, match="write out what the alias repeats"):
         read_yaml("a: &x 1\nb: *x\n", aliases=False)
+
+
+@pytest.mark.parametrize(("more", "slow"), [(0, True), (-1, False)])
+def test_a_mistake_is_looked_for_slowly_in_a_text_of_so_many_letters(
+    more: int, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[object] = []
+    text = "a: [1"
+    load = yaml.load
+    monkeypatch.setattr(yaml_text, "MOST_SLOW", len(text) + more)
+    monkeypatch.setattr(yaml, "load", lambda shown, loader: looked.append(loader) or load(shown, loader))
+    with pytest.raises(yaml.YAMLError):
+        yaml_text.read_yaml(text)
+    assert len(looked) == slow

@@ -115,7 +115,7 @@ def test_means_are_by_role_and_split_over_who_has_it() -> None:
         "trainer": {"test": {"accuracy": 0.75, "zero_shot": 0.25, "ece": 0.2}, "val": {"accuracy": 0.25}},
     }
     assert told["mean"] == {"trainer": {"accuracy": 0.75, "zero_shot": 0.25, "ece": 0.2}}
-    assert {role: sorted(bounds) for role, bounds in told["bounds"].items()} == {
+    assert {role: list(bounds) for role, bounds in told["bounds"].items()} == {
         "evaluator": ["val"],
         "trainer": ["test", "val"],
     }
