@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from promptfed.shared import messages
 from promptfed.shared.data import DataError, Source, open_source
 from promptfed.shared.data.emoji import pictures as store
+from promptfed.shared.data.emoji import source as emoji_source
 from promptfed.shared.data.emoji.pictures import SIZE, STYLES
 from promptfed.shared.data.emoji.source import domain_of
 from promptfed.shared.data.emoji.splits import COMMON, FILE, POOLS, RARE, UNREAD_FAMILIES, splits
@@ -160,10 +162,6 @@ def test_a_source_to_be_tested_on_alone_shows_nothing_to_train_on() -> None:
 
 
 UNUSABLE = [
-    (
-        "emoji:flat?level=names&test=noto&drawn_by=contrast+fxemoji+notomono+three+notov1&purpose=validation",
-        "take fewer",
-    ),
     ("emoji:sketch", "unknown style sketch; emoji has flat, three,"),
     ("emoji:flat?level=names&test=contrast", "the styles of microsoft share drawings"),
     ("emoji:flat?test=noto", "test is for level=names"),
@@ -192,3 +190,9 @@ def test_what_is_spoilt_is_refused(tmp_path: Path) -> None:
         store.read(tmp_path / "copy")
     with pytest.raises(DataError, match="holds no emoji"):
         store.read(tmp_path / "nowhere")
+
+
+def test_styles_without_a_thing_that_may_be_tested_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emoji_source, "splits", lambda: SimpleNamespace(testable=lambda *_: False))
+    with pytest.raises(DataError, match="no thing that all of flat, noto draw may be tested in noto; take fewer"):
+        open_source("emoji:flat?level=names&test=noto")
