@@ -6,7 +6,8 @@ import io
 import os
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -254,3 +255,11 @@ def test_what_a_child_did_not_take_is_let_go(monkeypatch: pytest.MonkeyPatch) ->
     for pid in (1, os.getpid(), os.getpid()):
         readers._close(pid)
     assert (closed, list(readers._readers)) == ([1], [1])
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "known"), [((0, 9), None, (0, 9)), (None, (0, 7), (0, 7)), (None, None, None)]
+)
+def test_the_scale_is_that_of_the_part_that_has_grey_pictures(train: Any, test: Any, known: Any) -> None:
+    parts = [cast(Any, SimpleNamespace(grey=scale)) for scale in (train, test)]
+    assert Source("folder:x", ("a",), None, "{}", *parts).grey == known

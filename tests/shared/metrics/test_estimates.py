@@ -15,6 +15,7 @@ from promptfed.shared.metrics.estimates import (
     auroc_estimate,
     class_figures,
     gain_margin,
+    mean_interval,
     on_logit_scale,
     precision_estimate,
     proportion,
@@ -172,3 +173,10 @@ def test_without_a_standard_error_an_interval_is_wilsons() -> None:
     assert (told.low, told.high, told.se) == (wilson.low, wilson.high, None)
     assert gain_margin([(0.5, 0.6, 10)]) == pytest.approx(1.959964 * ((0.25 + 7 / 12 * 5 / 12) / 12) ** 0.5)
     assert gain_margin([(0.5, 0.6, 10)] * 4) == pytest.approx(gain_margin([(0.5, 0.6, 10)]) / 2)
+
+
+@pytest.mark.parametrize("sites", [[(1.0, 3)], [(1.0, 3), (0.9, 4)], [(0.0, 3), (0.1, 4)], [(0.0, 3)]])
+def test_an_interval_of_means_ends_at_nothing_and_at_all(sites: list[tuple[float, int]]) -> None:
+    low, high = mean_interval(sites)
+    assert 0 <= low < high <= 1
+    assert (low, high)[sites[0][0] == 1.0] == pytest.approx(sites[0][0], abs=1e-12)
