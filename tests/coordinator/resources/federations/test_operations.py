@@ -22,6 +22,7 @@ from tests.support.open_phases import answer_all, completed, enrolled, launched,
 from tests.support.waiting import wait_for
 
 
+@pytest.mark.extended  # draws and sums by numpy and by torch are the same bits on an ordinary CPU only
 @pytest.mark.both_databases
 def test_a_federation_from_create_to_prompts(coordinator: InThread) -> None:
     created = coordinator.http.post("/v1/federations", json=spec(), headers=coordinator.operator)
