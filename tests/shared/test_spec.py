@@ -304,6 +304,22 @@ def test_words_train_by_adam_where_sgd_failed_unless_the_spec_names_rate_or_opti
     assert training(optimizer="adamw") == sgd.model_copy(update={"optimizer": "adamw", "learning_rate": given})
 
 
+@pytest.mark.parametrize(
+    ("method", "m", "optimizer", "rate"),
+    [
+        ("fedpgp", None, "adam", 0.003),
+        ("fedpgp", 16, "sgd", 0.01),
+        ("promptfolio", None, "adam", 0.003),
+        ("promptfolio", 16, "sgd", 0.02),
+    ],
+)
+def test_vectors_from_random_numbers_train_by_sgd(method: str, m: int | None, optimizer: str, rate: float) -> None:
+    model = {"model": "promptfed-tiny", "pretrained": "embedded"}
+    raw = {"name": "a", "method": {"name": method, "m": m}, "class_names": ["a", "b"], "backbone": model}
+    training = resolve_spec(raw).training
+    assert (training.optimizer, training.learning_rate) == (optimizer, rate)
+
+
 # Successive halving: rungs, survivors and grids of rates.
 
 

@@ -114,11 +114,12 @@ class Trials:
         ignored = method_class(method).ignores
         if not is_default:
             training = {key: value for key, value in training.items() if key not in (*OF_A_METHOD, *ignored)}
+        options = given["method"] if is_default else {"name": method}
         if rate is not None and "learning_rate" not in ignored:
-            backbone = self.default.backbone.model_dump()
-            training |= swept_training({"training": training}, method_class(method), backbone)
+            raw, backbone = {"method": options, "training": training}, self.default.backbone.model_dump()
+            training |= swept_training(raw, method_class(method), backbone)
             training["learning_rate"] = rate
-        changes = {"method": given["method"] if is_default else {"name": method}, "training": training}
+        changes = {"method": options, "training": training}
         once: dict[str, Any] = {"rounds": 1}  # the only number for a method that exchanges statistics once
         named = {"class_names": self._names} if self._names and not given.get("class_names") else {}
         refusals = []

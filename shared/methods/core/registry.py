@@ -60,25 +60,25 @@ def swept_training(raw: Mapping[str, Any], method: type[Method], backbone: Mappi
     """The training settings for ``method`` on ``backbone`` (a spec's, nothing left out) that ``raw`` leaves open.
 
     None where ``raw`` names a rate, or an optimizer, of which it then has the rate that the method gives. Who names a
-    momentum means SGD.
+    momentum means SGD. Who names ``m`` has vectors that start at random, which `SWEPT` has no whole training for.
     """
-    training = raw.get("training")
+    training, options = raw.get("training"), raw.get("method")
     named = set(training) if isinstance(training, Mapping) else set()
-    swept = _swept(method, (str(backbone.get("model")), str(backbone.get("pretrained"))))
+    words = not (isinstance(options, Mapping) and options.get("m") is not None)
+    swept = _swept(method, (str(backbone.get("model")), str(backbone.get("pretrained"))), words)
     if named & {"learning_rate", "optimizer"} or ("momentum" in named and "optimizer" in swept):
         return {}
     return {name: value for name, value in swept.items() if name not in named}
 
 
-def _swept(method: type[Method], backbone: tuple[str, str]) -> dict[str, Any]:
-    """What a sweep found on an embedded backbone; nothing for a method of a package."""
+def _swept(method: type[Method], backbone: tuple[str, str], words: bool = True) -> dict[str, Any]:
+    """What a sweep found on an embedded backbone; nothing for a method of a package. ``words``: of the template."""
     training, fields = method.defaults.get("training", {}), method.Hyper.model_fields
     given, optimizer = training.get("learning_rate", USUAL), training.get("optimizer", "sgd")
     has_rate = "learning_rate" in training or "m" in fields
     is_ours = method.__module__.startswith("promptfed.shared.methods.")
     swept, factor = SWEPT.get(backbone, {}), FACTORS.get(backbone, {}).get(optimizer)
-    if is_ours and method.name in swept:
-        own = swept[method.name]
+    if is_ours and (own := swept.get(method.name)) is not None and (words or not isinstance(own, Mapping)):
         return dict(own) if isinstance(own, Mapping) else {"learning_rate": own}
     if given >= SMALL or not (has_rate and is_ours):
         return {}
