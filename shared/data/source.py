@@ -17,6 +17,7 @@ from promptfed.shared.data.image_files import image_digest as image_digest
 from promptfed.shared.data.pixels import GREY, Grey, Scale
 from promptfed.shared.files import special_files
 from promptfed.shared.plain_text import counted, scale_text
+from promptfed.shared.service.reasons import why
 
 _NAMED = 3  # special files that are listed; of further ones only the number
 
@@ -30,8 +31,13 @@ class ImageDomain:
 
 
 def refuse_special_files(root: Path, uri: str) -> None:
-    """Check a data folder before a library reads it. Raises DataError with the names of pipes, sockets and devices."""
-    special = sorted(str(path) for path in special_files(root)) if root.is_dir() else []
+    """Check a data folder before a library reads it. Raises DataError with the names of pipes, sockets and devices, or
+    of a folder in it that cannot be listed.
+    """
+    try:
+        special = sorted(str(path) for path in special_files(root)) if root.is_dir() else []
+    except OSError as error:
+        raise DataError(f"{uri}: {error.filename} cannot be listed ({why(error)}); make it readable.") from None
     if special:
         more = f" and {len(special) - _NAMED} more" if len(special) > _NAMED else ""
         names = ", ".join(special[:_NAMED]) + more

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,6 +35,13 @@ def test_special_files_of_a_folder_are_named(tmp_path: Path, count: int, more: b
         refuse_special_files(tmp_path, "x:")
     names = ", ".join(str(tmp_path / f"{number}") for number in range(min(count, 3)))
     assert f"x:: {names}{f' and {count - 3} more' if more else ''}: a pipe" in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "sub"))
+    monkeypatch.setattr("promptfed.shared.data.source.special_files", Mock(side_effect=closed))
+    with pytest.raises(DataError, match=r"x:: .*/sub cannot be listed \(.*\); make it readable"):
+        refuse_special_files(tmp_path, "x:")
 
 
 @pytest.mark.parametrize(
