@@ -145,6 +145,14 @@ class RealCoordinator(OperatorCalls):
 class StoppedClient(httpx.Client):
     """The client of a coordinator that has stopped: no call reaches it."""
 
+    def __init__(self) -> None:
+        # Without a transport of its own httpx would read all certificates for it, in 20 ms.
+        super().__init__(base_url="http://stopped.invalid", transport=httpx.MockTransport(_refuse))
+
+
+def _refuse(request: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("the coordinator has stopped", request=request)
+
 
 class LocalCoordinator(RealCoordinator):
     """A coordinator in this process, with its real store in ``folder``."""
@@ -160,7 +168,7 @@ class LocalCoordinator(RealCoordinator):
         """Stop the coordinator and close its store. A second call does nothing."""
         if not isinstance(self.http, StoppedClient):
             self._client.__exit__(None, None, None)
-            self.http = StoppedClient(base_url="http://stopped.invalid")
+            self.http = StoppedClient()
 
 
 @contextmanager
