@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import select
 
 from promptfed.coordinator.domain import run_state
-from promptfed.coordinator.engine.recorder import Change, _Recorder
+from promptfed.coordinator.engine.recorder import Change, Changes, _Recorder
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow, PhaseRow, TaskRow
 from tests.support.coordinators import InProcess
@@ -90,6 +90,13 @@ def test_each_event_meets_the_run_as_it_stands(coordinator: InProcess) -> None:
         change.send(run_state.Resume(0.0))
         assert (change.federation.run.state, change.batch.federations[federation]["state"]) == ("running",) * 2
         session.rollback()
+
+
+def test_keys_of_phases_come_from_where_it_is_said() -> None:
+    given: Any = SimpleNamespace(key=None)
+    for noise, own in ((given, False), (None, True)):
+        one, other = (Changes(Any, lambda id: Any, noise).of(name) for name in "ab")  # type: ignore[arg-type, return-value]
+        assert (one.noise is not given, one.noise is not other.noise) == (own, own)
 
 
 @dataclass(frozen=True)

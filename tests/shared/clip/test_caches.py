@@ -99,6 +99,8 @@ def test_each_image_goes_through_the_tower_once(small: Any, tmp_path: Any) -> No
     again.features(backbone, split)
     assert again.images_computed == 0
     assert cache.features(backbone, split, indices=[]).shape == (0, backbone.d_e)
+    FeatureCache(tmp_path / "none").features(backbone, split, indices=[])
+    assert not (tmp_path / "none").exists(), "no row, no folder"
 
 
 def test_rows_that_are_held_in_blocks_are_those_of_the_files(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
@@ -225,6 +227,9 @@ def test_the_size_bound_drops_what_was_unused_longest(small: Any, tmp_path: Any)
     assert first.exists()
     assert not second.exists()
     assert bounded.images_computed == whole
+    row = (backbone.d_e + 1) * bounded.dtype.itemsize
+    of_a_file = [FeatureCache(tmp_path, max_bytes=most)._rows_of_a_file(backbone) for most in (8 * row, 1 << 60, None)]
+    assert of_a_file == [2, caches.FILE_ROWS, caches.FILE_ROWS], "four files at least"
 
 
 @pytest.mark.extended

@@ -34,6 +34,7 @@ def test_classes_are_kept_in_their_order(only: str | None, least: int | None, ke
     (None, 4, "min_per_class=4 leaves no class; the largest has 3 images"),
     ("cat", 1, "min_per_class=1 leaves no class"),
     ("bird,cow", None, "only= names the class 'cow', which is not one of its classes"),
+    ("birds,zebras", None, "the class 'birds', .*; nearest: 'bird' to 'birds'; known"),
 ])  # fmt: skip
 def test_no_class_is_refused(only: str | None, least: int | None, words: str) -> None:
     given = {"only": only, "min_per_class": least}

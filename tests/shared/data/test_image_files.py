@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -62,3 +63,29 @@ def test_a_picture_of_too_many_pixels_has_advice(
             image_files.read_image(tmp_path / "a.png")
     else:
         assert image_files.read_image(tmp_path / "a.png").size == (20, 10)
+
+
+@pytest.mark.parametrize(("size", "scaled"), [
+    ((10, 20), [(5, 10)]), ((10, 10), [(5, 5)]), ((11, 10), [(5, 5)]), ((12, 10), [(6, 10), (5, 5)]),
+    ((40, 10), [(20, 10), (5, 5)]), ((42, 10), [(21, 5)]),
+])  # fmt: skip
+def test_columns_outside_of_the_middle_are_left_out_but_of_a_line(
+    size: tuple[int, int], scaled: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a middle of five times five pixels."""
+    asked: list[tuple[int, int]] = []
+    resize = Image.Image.resize
+    monkeypatch.setattr(Image.Image, "resize", lambda image, to, *how: asked.append(to) or resize(image, to, *how))
+    assert image_files.Cut(5, (5, 5), Image.Resampling.BICUBIC).pixels(Image.new("RGB", size)).shape == (3, 5, 5)
+    assert asked == scaled
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
+@pytest.mark.parametrize(("height", "width"), [(5, 3), (3, 5)])
+def test_a_cut_is_the_middle_of_the_scaled_picture(mode: str, height: int, width: int) -> None:
+    drawn = np.random.default_rng(0).integers(0, 256, (10, 13, 4), dtype=np.uint8)
+    image, bicubic = Image.fromarray(drawn, "RGBA").convert(mode), Image.Resampling.BICUBIC
+    left, top = (9 - width) // 2, (7 - height) // 2
+    wanted = image.resize((9, 7), bicubic).crop((left, top, left + width, top + height)).convert("RGB")
+    found = image_files.Cut(7, (height, width), bicubic).pixels(image)
+    assert np.array_equal(found, np.asarray(wanted).transpose(2, 0, 1))

@@ -297,6 +297,8 @@ def test_the_depth_of_jpeg_2000_stands_in_the_head_of_its_stream(before: int | N
     file.seek(3)
     assert pixels._bits_of_jpeg2000(SimpleNamespace(fp=file)) == bits
     assert file.tell() == 3
+    read = SimpleNamespace(mode="RGB", format="JPEG2000", fp=None)
+    assert pixels._bits_of_colours(read) == 8, "its file is closed"  # type: ignore[arg-type]
 
 
 def test_deep_colours_without_a_faithful_place_are_refused() -> None:

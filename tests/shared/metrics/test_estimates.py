@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from scipy import integrate, stats
+from scipy import integrate, special, stats
 from sklearn import metrics as reference
 from statsmodels.stats.proportion import proportion_confint
 
@@ -113,6 +113,13 @@ def test_a_precision_of_few_positives_has_a_wide_interval(groups: str | None, se
     assert (found.value, found.se, found.low) == pytest.approx((13 / 18, se, low), rel=1e-4)
 
 
+@pytest.mark.parametrize(("positives", "reach"), [(1, 12.7062), (2, 12.7062), (3, 4.3027), (4, 3.1824)])
+def test_the_interval_of_a_precision_is_students_with_one_degree_fewer(positives: int, reach: float) -> None:
+    found = precision_estimate(np.isin(np.arange(12), [1, 4, 7, 9][:positives]), np.arange(12, 0, -1) / 12)
+    assert found.se is not None
+    assert (special.logit(found.value) - special.logit(found.low)) / found.se == pytest.approx(reach, rel=1e-4)
+
+
 def test_an_interval_on_the_logit_scale_ends_between_0_and_1() -> None:
     told = on_logit_scale(1 - 1e-9, 0.5, 10)
     assert 0 <= told.low < told.value <= told.high <= 1
@@ -180,3 +187,5 @@ def test_an_interval_of_means_ends_at_nothing_and_at_all(sites: list[tuple[float
     low, high = mean_interval(sites)
     assert 0 <= low < high <= 1
     assert (low, high)[sites[0][0] == 1.0] == pytest.approx(sites[0][0], abs=1e-12)
+    for ends in (mean_interval([(share, count)]) for share in (0.0, 1.0) for count in range(1, 99)):
+        assert 0 <= ends[0] < ends[1] <= 1, "however it is rounded"

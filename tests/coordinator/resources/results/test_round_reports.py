@@ -120,6 +120,8 @@ def test_means_are_by_role_and_split_over_who_has_it() -> None:
         "trainer": ["test", "val"],
     }
     assert sorted(told["clients"]["b"].bounds) == ["test"]
+    many = evaluated("trainer", dict.fromkeys("hcgbfaed", result(0.5)), {})
+    assert list(evaluations._bounds([many], "single_label")) == list("abcdefgh")
 
 
 def test_noisy_counts_cost_their_number_times_each() -> None:

@@ -123,6 +123,9 @@ def test_values_are_stretched_between_those_that_count(
 TABLE = Dataset()
 TABLE.LUTDescriptor = [256, 0, 10]
 TABLE.add_new("LUTData", "OW", np.arange(1023, -1, -4, dtype="<u2").tobytes())
+SMALL = Dataset()
+SMALL.LUTDescriptor = [4, 0, 8]
+SMALL.add_new("LUTData", "OW", np.array([0, 10, 130, 255], dtype="<u2").tobytes())
 EXACT = {"WindowCenter": 100, "WindowWidth": 10}
 GREYS: list[tuple[str, list[float], dict[str, Any], Any, Any]] = [
     ("u1", [0, 7, 255], {}, None, [0, 7, 255]),
@@ -143,6 +146,7 @@ GREYS: list[tuple[str, list[float], dict[str, Any], Any, Any]] = [
     ("u2", [0, 2048, 4095], {"WindowWidth": 100}, None, [0, 128, 255]),
     ("u2", [95, 100, 105], {"WindowCenter": 1, "WindowWidth": 1}, [100, 11], [13, 140, 255]),
     ("u1", [0, 100, 255], {"VOILUTSequence": [TABLE]}, None, [255, 155, 1]),
+    ("u1", [0, 1, 2, 3], {"VOILUTSequence": [SMALL]}, None, [0, 10, 130, 255]),
     ("u1", [95, 100, 105], {"VOILUTSequence": [TABLE]}, [100, 11], [13, 140, 255]),
     ("u1", [0], {**EXACT, "VOILUTFunction": "LOG"}, None, "its VOI LUT function is unknown"),
 ]  # fmt: skip

@@ -90,6 +90,8 @@ def test_updates_are_averaged_and_the_list_is_made_of_those_who_answered(backbon
         "in the order of the rows; b did not answer"
     )
     assert torch.equal(ended["domain_prompts"], torch.stack([prompts["c"], prompts["a"]]))
+    alone = method.aggregate(after, last, iter(updates[1:]), weighted_mean, context)
+    assert torch.equal(alone["domain_prompts"], prompts["c"][None]), "the weights of one domain's sum to one"
 
 
 def test_merged_domains_are_one_row_and_one_prompt(backbone: Backbone) -> None:
