@@ -9,10 +9,13 @@ import resource
 import signal
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+import typer.testing
 from hypothesis import settings
 
 from promptfed.shared import machine
@@ -25,6 +28,10 @@ settings.load_profile("any_speed")
 # What changes the shape of a command's words, or keeps it from a hub that the tests bring themselves.
 UNWANTED = ("COLUMNS", "LINES", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
+
+# The tree of all commands takes a tenth of a second to make: once, not for each command line that a test runs.
+typer.main.get_command = cache(typer.main.get_command)
+typer.testing._get_command = typer.main.get_command
 
 STATE = tempfile.TemporaryDirectory(prefix="promptfed-state-", ignore_cleanup_errors=True)
 

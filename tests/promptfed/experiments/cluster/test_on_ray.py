@@ -16,7 +16,9 @@ import psutil
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
+from promptfed.cli.main import app
 from promptfed.experiments.cluster import connection
 from promptfed.experiments.cluster.connection import import_ray
 from promptfed.experiments.simulation.simulation import simulate
@@ -104,9 +106,15 @@ def last_json(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.door
-def test_a_ray_of_its_own_comes_to_the_state_of_one_process(wanted: str, tmp_path: Path) -> None:
-    options = ["--engine", "ray", "--crews", 1, "--storage", tmp_path / "storage", "--json"]
-    assert last_json(told("simulate", written(tmp_path, RUN), *options))["state_hash"] == wanted
+def test_a_ray_of_its_own_comes_to_the_state_of_one_process(
+    wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command is run in this process, which has imported torch, and Ray keeps no process for what may come."""
+    for name, value in {"OMP_NUM_THREADS": "1", "RAY_enable_worker_prestart": "0"}.items():
+        monkeypatch.setenv(name, value)
+    options = ["--engine", "ray", "--crews", "1", "--storage", str(tmp_path / "storage"), "--json"]
+    done = CliRunner().invoke(app, ["simulate", str(written(tmp_path, RUN)), *options])
+    assert last_json(done.stdout)["state_hash"] == wanted, done.output
 
 
 @pytest.mark.slow

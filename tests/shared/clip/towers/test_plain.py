@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import ftfy
 import open_clip
 import pytest
@@ -43,8 +40,7 @@ def test_it_computes_what_open_clip_does(both: tuple[Backbone, Backbone]) -> Non
     assert named is not None
     assert named == shape_of(own)
     seeing = own.supports.visual_prompts
-    count = 9 if seeing else 2  # what a convolution keeps of an image for its gradients takes 80 MB
-    images = torch.randn(count, 3, *own.image_size, generator=torch.Generator().manual_seed(3))
+    images = torch.randn(3, 3, *own.image_size, generator=torch.Generator().manual_seed(3))
     context = torch.randn(4, own.d_t, generator=torch.Generator().manual_seed(4))
     prompts = torch.randn(2, 3, own.d_v, generator=torch.Generator().manual_seed(5))
     results = []
@@ -53,7 +49,8 @@ def test_it_computes_what_open_clip_does(both: tuple[Backbone, Backbone]) -> Non
         learned, seen = context.clone().requires_grad_(), prompts.clone().requires_grad_()
         names = backbone.class_prompts(["a sun", "anchor"], 4)
         text = backbone.encode_prompts(learned, names, path="plain")
-        shown = backbone.encode_images_prompted(images, seen) if seeing else backbone.model.encode_image(images)
+        # What a convolution keeps of an image for its gradients takes 80 MB.
+        shown = backbone.encode_images_prompted(images, seen) if seeing else backbone.model.encode_image(images[:1])
         (text.sum() + shown.sum()).backward()
         with torch.no_grad():
             raw = (
@@ -69,8 +66,10 @@ def test_it_computes_what_open_clip_does(both: tuple[Backbone, Backbone]) -> Non
         assert torch.equal(one, other)
 
 
-def test_its_tokens_are_open_clip_s(both: tuple[Backbone, Backbone]) -> None:
-    own, _ = both
+@pytest.mark.parametrize("name", list(EMBEDDED))
+def test_its_tokens_are_open_clip_s(name: str) -> None:
+    EMBEDDED[name].register()
+    own = load_backbone(name, "embedded")
     theirs = open_clip.get_tokenizer(own.model_name)
     assert torch.equal(own._tokenizer._tokenizer(TEXTS, context_length=32), theirs(TEXTS, context_length=32))
 
@@ -78,27 +77,3 @@ def test_its_tokens_are_open_clip_s(both: tuple[Backbone, Backbone]) -> None:
 @given(st.text(st.characters(min_codepoint=0, max_codepoint=383)))
 def test_texts_are_cleaned_as_ftfy_does(text: str) -> None:
     assert _ftfy().fix_text(text) == ftfy.fix_text(text)
-
-
-def test_no_embedded_backbone_imports_open_clip_and_no_step_torch_s_compiler() -> None:
-    code = f"""
-import sys, torch
-from PIL import Image
-from promptfed.shared.clip import load_backbone, shape_of
-from promptfed.shared.clip.sizes import shape_by_name
-from promptfed.shared.methods.core.training import make_optimizer
-from promptfed.shared.spec.spec import TrainingSpec
-for name in {list(EMBEDDED)}:
-    backbone = load_backbone(name, "embedded")
-    backbone.fingerprint, shape_of(backbone), shape_by_name(name)
-    backbone.encode_text(["a sun"]), backbone.encode_images(backbone.preprocess(Image.new("RGB", (50, 50)))[None])
-for name in ("sgd", "adam", "adamw"):
-    part = torch.ones(2, requires_grad=True)
-    optimizer = make_optimizer([part], TrainingSpec(optimizer=name), 0.1)
-    part.sum().backward()
-    optimizer.step()
-large = ("open_clip", "torchvision", "timm", "transformers", "torch._dynamo", "scipy", "sympy", "ftfy")
-print([name for name in large if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == "[]\n"

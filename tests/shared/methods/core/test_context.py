@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from promptfed.shared.clip import load_backbone
+from promptfed.shared.clip import Backbone, load_backbone
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
 from promptfed.shared.methods.core.context import WordsHyper
 from promptfed.shared.methods.core.default_backbone import suitable
@@ -36,6 +37,11 @@ TEMPLATES = {
 }
 
 
+@cache
+def embedded(model: str) -> Backbone:
+    return load_backbone(model, "embedded")
+
+
 def round_zero(name: str, context: ClientContext, **hyper: Any) -> torch.Tensor:
     """Logits of the state that a federation begins with, by a client that has not trained."""
     raw = {"name": "zero", "method": {"name": name, **hyper}, "class_names": list(context.class_names)}
@@ -56,7 +62,7 @@ def round_zero(name: str, context: ClientContext, **hyper: Any) -> torch.Tensor:
     ("name", "model"), [(name, model) for name in AT_THE_TEMPLATE for model in suitable(make_method({"name": name}))]
 )
 def test_round_zero_is_zero_shot(name: str, model: str, make_context: Make) -> None:
-    backbone = load_backbone(model, "embedded")
+    backbone = embedded(model)
     features = F.normalize(torch.randn(9, backbone.d_e, generator=torch.Generator().manual_seed(2)), dim=-1)
     labels, plain = torch.zeros(9, dtype=torch.long), template_features(backbone, TEMPLATE, NAMES)
     kinds = [Untrained] if name in ("promptfl_ft", "pfedprompt") else [MadeUpSplit, Untrained]
