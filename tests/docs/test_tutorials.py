@@ -25,6 +25,7 @@ from promptfed.shared.data import open_source
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface import Method
 from tests import ROOT
+from tests.docs.warm_commands import warm_commands
 from tests.support import exports
 from tests.support.own_images import write_folder
 from tests.support.ports import free_port
@@ -83,7 +84,7 @@ export PROMPTFED_COORDINATOR=http://127.0.0.1:8080 PROMPTFED_OPERATOR_TOKEN=$(ca
 BEFORE = {
     "guides/backup.md": COORDINATOR.replace("operator --port", "data --port"),
     "guides/accounts.md": COORDINATOR
-    + "promptfed federation create <(echo '{name: pets, method: {name: promptfl}}')\n",
+    + "echo '{name: pets, method: {name: promptfl}}' > pets.yaml\npromptfed federation create pets.yaml\n",
     "guides/join-a-site.md": COORDINATOR
     + """
 cat > pets.yaml <<END
@@ -123,7 +124,14 @@ def meanwhile(block: str) -> str:
     return "".join(commands for line, commands in MEANWHILE.items() if block.startswith(line))
 
 
-def run_page(name: str, folder: Path) -> str:
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for `PATH` with the command."""
+    with warm_commands(tmp_path_factory.mktemp("bin")) as folder:
+        yield folder
+
+
+def run_page(name: str, folder: Path, commands: Path) -> str:
     """Run all shell blocks of a page as one script in ``folder``; what it printed."""
     PREPARED.get(name, nothing)(folder)
     script = BEFORE.get(name, "") + "".join(meanwhile(block) + block for block in blocks(DOCS / name, *SHELL))
@@ -133,11 +141,12 @@ def run_page(name: str, folder: Path) -> str:
         .replace("/data/pets", str(folder / "images"))
     )
     script = re.sub(
-        r"^(promptfed tune [^\n#]*?)(?: --seconds \d+)?( *(?:#.*)?)$", r"\1 --seconds 10\2", script, flags=re.M
+        r"^(promptfed tune [^\n#]*?)(?: --seconds \d+)?( *(?:#.*)?)$", r"\1 --seconds 3\2", script, flags=re.M
     )
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(folder),
+        "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(folder),
         "XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config"),
+        "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     done = subprocess.run(
         ["bash", "-c", GUARD + script], cwd=folder, env=environment, capture_output=True, text=True,
@@ -183,14 +192,14 @@ def test_the_python_blocks_of_a_page_run_in_order(
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if not name.startswith("guides/")])
-def test_the_shell_blocks_of_a_page_run_in_order(name: str, tmp_path: Path) -> None:
-    expect_it_runs(name, tmp_path)
+def test_the_shell_blocks_of_a_page_run_in_order(name: str, tmp_path: Path, commands: Path) -> None:
+    expect_it_runs(name, tmp_path, commands)
 
 
-def expect_it_runs(name: str, tmp_path: Path) -> None:
+def expect_it_runs(name: str, tmp_path: Path, commands: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("tests with curl: apt-get install curl")
-    printed = run_page(name, tmp_path)
+    printed = run_page(name, tmp_path, commands)
     check = CHECKS.get(name)
     if check is not None:
         check(tmp_path, printed)
