@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -140,6 +141,17 @@ def test_what_cannot_be_used_is_one_line_before_anything_is_made(
     ca = Settings.model_construct(bootstrap=None, enrolment_token_file=None, tls_cert=None, tls_client_ca=no_file)
     with pytest.raises(OSError, match=r"--tls-client-ca .*none.pem cannot be used: "):
         server._check(ca)
+    plain = Settings(data_dir=folder)
+    for given, wanted in (
+        ({}, (False, "", ssl.CERT_NONE, None)),
+        (
+            {"tls_client_ca": no_file, "forwarded_allow_ips": "10.0.0.1"},
+            (True, "10.0.0.1", ssl.CERT_OPTIONAL, str(no_file)),
+        ),
+    ):
+        told = server._config(plain.model_copy(update=given), FastAPI())
+        assert (told.proxy_headers, told.forwarded_allow_ips, told.ssl_cert_reqs, told.ssl_ca_certs) == wanted
+        assert (told.server_header, told.access_log, told.timeout_keep_alive) == (False, False, 75)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+import torch
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.joining import joining as joining_module
 from promptfed.client_service.joining.checks import ACCEPT, check_recorded
 from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.joining.joining import Joining
@@ -159,3 +163,44 @@ def test_who_does_not_agree_does_not_join(
             asyncio.run(asking)
         assert end.value.exit is Exit.DECLINED
     assert shown == [["data", "images", "device"]]
+
+
+@pytest.mark.parametrize("number", [None, "client-1"])
+def test_who_had_enrolled_joins_again(
+    number: str | None, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joining = joining_of(settings, PrivateState(tmp_path))
+    joining.parts = SimpleNamespace(secret=None)
+    identity = Identity("a", "trainer", "secret", "fed-1", number)
+    monkeypatch.setattr(PrivateState, "identity", lambda *given: identity)
+    monkeypatch.setattr(Joining, "_data", AsyncMock(side_effect=DataError("a.png cannot be read")))
+    with pytest.raises(DataError):
+        asyncio.run(joining.join())
+    assert joining._rejoins is (number is not None)
+
+
+@pytest.mark.parametrize(("missing", "needs", "soon"), [
+    (0, (True, False), False), (1, (True, False), True), (24, (True, False), True), (25, (True, False), False),
+    (24, (True, True), False), (24, (False, False), False),
+])  # fmt: skip
+def test_features_that_take_up_to_a_minute_are_computed_after_the_enrolment(
+    missing: int, needs: tuple[bool, bool], soon: bool, settings: Settings, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """An image is timed alone, after one that warms the tower up: 2.5 seconds here."""
+    ticks, asked, parts = iter([5.0, 7.5]), list[tuple[int, ...]](), list[list[str]]()
+    monkeypatch.setattr(joining_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    encode = lambda images: asked.append(tuple(images.shape)) or images  # noqa: E731
+    data = SimpleNamespace(tests={"novel": None}, missing_features=lambda names: parts.append(names) or missing)
+    work: Any = SimpleNamespace(data=data, backbone=SimpleNamespace(image_size=(2, 3), encode_images=encode))
+    method: Any = SimpleNamespace(needs=SimpleNamespace(cached_features=needs[0], patch_tokens=needs[1]))
+    info: Any = SimpleNamespace(training=SimpleNamespace(threads=3))
+    joining, threads = joining_of(settings, PrivateState(tmp_path)), list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert joining._soon_computed(work, method, info) is soon
+    assert asked == [(1, 3, 2, 3)] * (2 if missing and needs == (True, False) else 0)
+    assert (parts, threads) == (([["train", "test", "novel"]], [3]) if needs == (True, False) else ([], []))
+    data.missing_features = Mock(side_effect=DataError("a.png cannot be read"))
+    with pytest.raises(ClientError, match=r"a\.png cannot") if needs == (True, False) else nullcontext() as end:
+        joining._soon_computed(work, method, info)
+    assert end is None or end.value.exit is Exit.BAD_INPUT

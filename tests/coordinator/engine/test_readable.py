@@ -132,10 +132,13 @@ def test_what_was_measured_of_a_phase_may_be_damaged_too(coordinator: InThread, 
     federation, _ = completed(coordinator, "a", "b", rounds=1)
     with coordinator.registry.database.write() as session:
         session.execute(text("UPDATE phases SET measured = :stored WHERE kind = 'train'"), {"stored": stored})
-        session.execute(text("UPDATE tasks SET failure = '{}' WHERE client = 'a'"))
+        session.execute(text("UPDATE tasks SET failure = '{}', weight = 0 WHERE client = 'a'"))
+        session.execute(text(f"UPDATE updates SET metrics = :value WHERE {OF_A}"), {"value": '{"loss": 9.0}'})
     phase = answers(coordinator, federation)["/rounds/1"].json()["phases"][0]
     assert [line.partition(":")[0] for line in phase["unreadable"]] == ["what was measured", "the failure of a"]
     assert [update["client"] for update in phase["updates"]] == ["a", "b"]
+    assert {one["client"]: one["weight"] for one in phase["counted"]} == {"a": 0.0, "b": 0.5}
+    assert phase["metrics"] == phase["updates"][1]["metrics"] != phase["updates"][0]["metrics"]
 
 
 SAMPLE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}

@@ -95,7 +95,7 @@ def test_each_event_meets_the_run_as_it_stands(coordinator: InProcess) -> None:
 def test_keys_of_phases_come_from_where_it_is_said() -> None:
     given: Any = SimpleNamespace(key=None)
     for noise, own in ((given, False), (None, True)):
-        one, other = (Changes(Any, lambda id: Any, noise).of(name) for name in "ab")  # type: ignore[arg-type, return-value]
+        one, other = (Changes(Any, lambda id: Any, noise).of(name) for name in "ab")
         assert (one.noise is not given, one.noise is not other.noise) == (own, own)
 
 

@@ -103,6 +103,24 @@ def test_each_image_goes_through_the_tower_once(small: Any, tmp_path: Any) -> No
     assert not (tmp_path / "none").exists(), "no row, no folder"
 
 
+def test_who_fills_holds_no_row(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    compute = FeatureCache._compute
+
+    def watched(cache: FeatureCache, *given: Any, **how: Any) -> Any:
+        made.append(compute(cache, *given, **how))
+        assert cache._lock.locked()
+        return made[-1]
+
+    monkeypatch.setattr(FeatureCache, "_compute", watched)
+    backbone, cache = small("small-vit"), FeatureCache(tmp_path)
+    cache.fill(backbone, Noise(3), [0, 2])
+    assert made == [{}]
+    assert cache.images_computed == 2
+    cache.rows(backbone, Noise(3), [0, 1, 2])
+    assert cache.images_computed == 3
+
+
 def test_rows_that_are_held_in_blocks_are_those_of_the_files(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(feature_files, "BLOCK", 4)
     monkeypatch.setattr(caches, "PART", 3)

@@ -297,8 +297,23 @@ def test_the_depth_of_jpeg_2000_stands_in_the_head_of_its_stream(before: int | N
     file.seek(3)
     assert pixels._bits_of_jpeg2000(SimpleNamespace(fp=file)) == bits
     assert file.tell() == 3
-    read = SimpleNamespace(mode="RGB", format="JPEG2000", fp=None)
-    assert pixels._bits_of_colours(read) == 8, "its file is closed"  # type: ignore[arg-type]
+
+
+DEEP, FLAT, TAG = (None, None, 0, "RGB;16B"), (None, None, 0, "RGB"), 258
+
+
+@pytest.mark.parametrize(("form", "mode", "about", "bits"), [
+    ("TIFF", "L", {"tag_v2": {TAG: (16,)}}, 8), ("TIFF", "RGB", {"tag_v2": {TAG: (8, 16, 8)}}, 16),
+    ("TIFF", "CMYK", {"tag_v2": {}}, 8), ("TIFF", "LA", {}, 8),
+    ("JPEG2000", "RGB", {"fp": io.BytesIO(b"\xff\x4f\xff\x51" + bytes([11] * 50))}, 12),
+    ("JPEG2000", "RGBA", {"fp": None, "tile": [DEEP]}, 8), ("JPEG2000", "RGB", {}, 8),
+    ("PNG", "RGB", {"tile": [FLAT, DEEP]}, 16), ("PNG", "RGBA", {"tile": [FLAT]}, 8), ("PNG", "RGB", {"tile": None}, 8),
+    ("PPM", "RGB", {"tile": [DEEP]}, 8),
+])  # fmt: skip
+def test_colours_have_as_many_bits_as_their_file_says(
+    form: str, mode: str, about: dict[str, object], bits: int
+) -> None:
+    assert pixels._bits_of_colours(SimpleNamespace(format=form, mode=mode, **about)) == bits
 
 
 def test_deep_colours_without_a_faithful_place_are_refused() -> None:

@@ -13,6 +13,7 @@ import yaml
 
 from promptfed.coordinator.resources.federations import operations as federations
 from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.seeds import initial_draws, sampling_order
 from promptfed.shared.tensors.torch_tensors import decode, encode, state_hash
 from promptfed.testing.clients import DEADLINE, FINGERPRINT, SHAPE, bearer, content_digest, drive, spec, trained
@@ -362,3 +363,20 @@ def test_a_federation_that_is_gone_on_with_by_another_spec_says_so(
     federations.bootstrap(coordinator.registry, Settings(bootstrap=file))
     (record,) = caplog.records
     assert "goes on as it was created (rounds is 3, not 9; training.batch_size is 32, not 7)" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("uses", "there", "minted"), [(5, 0, 5), (None, 0, 2), (None, 1, 1), (5, 2, 3), (None, 2, None)]
+)
+def test_a_token_is_for_those_who_are_missing(
+    uses: int | None, there: int, minted: int | None, coordinator: InThread, tmp_path: Path
+) -> None:
+    enrolled(coordinator, *"ab"[:there])
+    file, token = tmp_path / "spec.yaml", tmp_path / "token"
+    file.write_text(json.dumps(spec()))
+    settings = Settings(bootstrap=file, enrolment_token_file=token, enrolment_token_uses=uses)
+    for _ in range(2):
+        federations.bootstrap(coordinator.registry, settings)
+    federation = coordinator.registry.find("eyes")
+    known = {key: one.uses for key, one in federation.tokens.items() if one.uses < 10}  # but that of `enrolled`
+    assert known == ({} if minted is None else {digest(token.read_text().strip()): minted})

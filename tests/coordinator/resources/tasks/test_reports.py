@@ -33,11 +33,17 @@ def test_an_evaluation_is_stored_once(coordinator: InThread) -> None:
 
 @pytest.mark.both_databases
 def test_a_reported_failure_is_not_waited_for(coordinator: InThread) -> None:
-    federation, (a, b), (task_a, task_b) = open_first_phase(coordinator, participation={"quorum": 0.5}, rounds=1)
+    part = {"min_clients": 3, "quorum": 0.3}
+    federation, (a, b, c), (task_a, task_b, task_c) = open_first_phase(
+        coordinator, *"abc", participation=part, rounds=1
+    )
+    about = {"type": "bad-shares", "detail": f"ed25519:{'0' * 64}"}  # as if there were any here
+    url = f"{c.path}/tasks/{task_c['task_id']}/failure"
+    assert coordinator.http.post(url, json=about, headers=c.headers).status_code == 200
     assert [a.fail(task_a).status_code, a.fail(task_a).status_code] == [200, 200]
     assert kind(a.send(task_a, update_body(GOOD, task_a))) == "phase-closed"
     b.answer(task_b)
     assert kind(b.fail(task_b)) == "already-answered"
     coordinator.until(federation, phase="evaluation")
     [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
-    assert phase["failed"] == [{"client": "a", "type": "out-of-memory", "detail": "no room"}]
+    assert phase["failed"] == [{"client": "a", "type": "out-of-memory", "detail": "no room"}, {"client": "c", **about}]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gc
 import json
 import threading
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
+from promptfed.coordinator.problems import StoreAway
+from promptfed.coordinator.resources.tasks import polls
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.tensors.torch_tensors import decode
 from promptfed.testing.clients import ScriptedClient, content_digest, drive, trained, update_body
@@ -173,3 +179,12 @@ def test_what_fails_while_a_receipt_waits_leaves_it(coordinator: InThread, monke
     monkeypatch.setattr("promptfed.coordinator.resources.tasks.polls.next_task", away)
     answer = sent(a, task, update_of(a, task))
     assert (answer.status_code, "next" in answer.json()) == (201, False)
+
+
+def test_who_waits_is_told_that_the_database_has_gone() -> None:
+    registry = SimpleNamespace(away=True, waits=Mock(), wakeups=Mock())
+    registry.waits.begun.return_value = nullcontext()
+    app: Any = SimpleNamespace(state=SimpleNamespace(registry=registry))
+    caller: Any = SimpleNamespace(federation=SimpleNamespace(id="f"), client=SimpleNamespace(name="a"))
+    with pytest.raises(StoreAway):
+        asyncio.run(polls.next_task(Mock(app=app), caller, 0))

@@ -45,7 +45,7 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     (FL, privacy(CENTRAL, noise_multiplier=None), "give noise_multiplier, or epsilon, from which it follows"),
     (FL, privacy(CENTRAL, evaluation="noisy"), "noisy counts are of level sample"),
     (FL, CENTRAL | {"aggregation": {"weighting": "samples"}}, "take aggregation.weighting uniform"),
-    (FL, CENTRAL | {"aggregation": {"weighting": "uniform", "max_weight_share": 0.5}}, "max_weight_share"),
+    (FL, CENTRAL | {"aggregation": {"weighting": "uniform", "max_weight_share": 0.5}}, "each client counts the"),
     (FL, CENTRAL | {"aggregation": {"weighting": "uniform", "max_weight_share": 1.0}}, None),
     (FL, CENTRAL | {"aggregation": {"rule": "median", "weighting": "uniform"}}, "take rule mean, no clip_norm"),
     (FL, CENTRAL | {"aggregation": {"clip_norm": 1.0, "weighting": "uniform"}}, "take rule mean, no clip_norm"),
@@ -53,6 +53,7 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     (FL, CENTRAL | {"participation": POISSON}, None),
     ({"name": "fedlp"}, CENTRAL | {"participation": POISSON, "class_names": ["a", "b"]},
      "asks the same clients in several phases of a round"),
+    ({"name": "fedlp"}, CENTRAL | {"class_names": ["a", "b"]}, None),
     (FL, {"participation": POISSON}, "sampling poisson is for privacy.level client"),
     (FL, CENTRAL | {"participation": POISSON | {"draw": "public"}}, "leave participation.draw out"),
     # noise at the clients
@@ -130,6 +131,12 @@ def test_what_is_refused_and_what_beside_it_is_taken(method: Any, spec: dict[str
     else:
         with pytest.raises(SpecError, match=said):
             resolve_spec(raw)
+
+
+def test_noise_at_the_coordinator_may_follow_from_epsilon_alone() -> None:
+    given = privacy(CENTRAL, noise_multiplier=None, epsilon=6.0)
+    spec = FederationSpec.model_validate({"name": "x", "method": FL, "backbone": {"model": "promptfed-tiny"}} | given)
+    refusals.check_central(make_method(FL), spec)
 
 
 def test_a_mean_is_of_the_same_real_numbers_of_everybody() -> None:
