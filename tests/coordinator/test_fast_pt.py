@@ -101,7 +101,6 @@ def two_phase_federation(coordinator: InThread, *names: str, **changes: Any) -> 
     return federation, clients
 
 
-@pytest.mark.both_databases
 def test_phase_two_gets_what_phase_one_brought(coordinator: InThread, leap: Callable[[InThread, float], None]) -> None:
     federation, clients = two_phase_federation(coordinator, "a", "b", "c", rounds=1, participation={"quorum": 0.6})
     tasks = coordinator.training(clients)
@@ -126,7 +125,6 @@ def test_phase_two_gets_what_phase_one_brought(coordinator: InThread, leap: Call
     assert report["state_hash"] == report["phases"][1]["state_hash"] != report["phases"][0]["state_hash"]
 
 
-@pytest.mark.both_databases
 def test_what_the_method_measures_stands_in_the_report(coordinator: InThread) -> None:
     federation, clients = two_phase_federation(coordinator, "a", "b", rounds=1)
     answer_all(clients, coordinator.training(clients))

@@ -49,7 +49,6 @@ def one_round_over(coordinator: InThread, federation: str, clients: list[Scripte
     return coordinator.training(clients)
 
 
-@pytest.mark.both_databases
 def test_a_withdrawn_client_s_updates_are_deleted_and_nobody_else_s(coordinator: InThread) -> None:
     federation = coordinator.create(rounds=3, evaluation={"every": 3})
     a, b, c = clients = coordinator.enrol(federation, "a", "b", "c")

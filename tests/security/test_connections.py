@@ -348,13 +348,13 @@ def test_text_that_is_no_unicode_and_numbers_that_are_none_are_refused(coordinat
     assert a.answer(task).status_code == 201
 
 
-@pytest.mark.parametrize("after", ["%C2%B2", "%00", "%ED%A0%80", "x" * 100, "9" * 100, "-1"])
 @pytest.mark.both_databases
-def test_any_text_may_be_the_page_before(coordinator: InThread, after: str) -> None:
+def test_any_text_may_be_the_page_before(coordinator: InThread) -> None:
     coordinator.enrol(coordinator.create(name="eyes"), "a")
-    for path in ("/v1/federations", "/v1/federations/eyes/clients", "/v1/federations/eyes/rounds"):
-        answer = coordinator.http.get(f"{path}?after={after}", headers=coordinator.operator)
-        assert answer.status_code in (200, 422), answer.text
+    for after in ("%C2%B2", "%00", "%ED%A0%80", "x" * 100, "9" * 100, "-1"):
+        for path in ("/v1/federations", "/v1/federations/eyes/clients", "/v1/federations/eyes/rounds"):
+            answer = coordinator.http.get(f"{path}?after={after}", headers=coordinator.operator)
+            assert answer.status_code in (200, 422), (after, answer.text)
 
 
 @pytest.mark.both_databases

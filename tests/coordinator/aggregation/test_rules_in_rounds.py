@@ -52,7 +52,6 @@ def huge(good: Tensors) -> Tensors:
     return {name: tensor * 1e6 for name, tensor in good.items()}
 
 
-@pytest.mark.both_databases
 def test_krum_rejects_the_bad_update_and_says_so(coordinator: InThread) -> None:
     federation, sent = round_of(coordinator, huge, rule="multi_krum", tolerate=0.2)
     [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
@@ -82,7 +81,6 @@ def test_clipping_starts_from_the_state_that_clients_began_with(coordinator: InT
     assert torch.allclose(state(coordinator, federation).double(), by_hand, atol=1e-5)
 
 
-@pytest.mark.both_databases
 def test_an_inflated_number_of_samples_weighs_no_more_than_the_cap(coordinator: InThread) -> None:
     """The cheapest poisoning: a client that says it has all the data."""
     capped = {"participation": {"min_clients": 4}, "aggregation": {"max_weight_share": 0.3}}

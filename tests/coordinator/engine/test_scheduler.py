@@ -28,7 +28,6 @@ from tests.support.waiting import PATIENCE, wait_for
 Leap = Callable[[InThread, float], None]
 
 
-@pytest.mark.both_databases
 def test_clients_that_vanish_cost_two_deadlines_then_the_operator_is_asked(coordinator: InThread, leap: Leap) -> None:
     federation, (a, b) = launched(coordinator, "a", "b", rounds=1)
     tasks = coordinator.training([a, b])
@@ -75,7 +74,6 @@ def test_an_evaluation_waits_no_longer_than_its_deadline(coordinator: InThread, 
     assert sorted(last["evaluation"]["clients"]) == ["a", "b", "z"]
 
 
-@pytest.mark.both_databases
 def test_a_restart_keeps_tasks_and_begins_a_deadline(coordinator_with: Make, leap: Leap) -> None:
     first = coordinator_with()
     federation, clients = launched(first, "a", "b")

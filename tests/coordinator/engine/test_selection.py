@@ -42,15 +42,18 @@ def measuring(
     return federation, [Measuring(one.http, one.federation, one.name, figures=figures) for one in clients]
 
 
-@pytest.mark.both_databases
+STOPS = [
+    ((0.2, 0.5, 0.5, 0.4, 0.9), 2, 1, 3, 1),  # an equal figure is no rise
+    ((0.2, 0.5, 0.5, 0.6, 0.7), 2, 1, 4, 4),  # it rose just in time
+    ((0.2, 0.1, 0.1, 0.1, 0.1), 5, 1, 4, 0),  # more patience than evaluations
+    ((0.2, 0.1, 0.1, 0.1, 0.1, 0.1), 2, 2, 4, 0),  # evaluations are counted, not rounds
+]
+
+
 @pytest.mark.parametrize(
-    ("figures", "patience", "every", "ends", "best"),
-    [
-        ((0.2, 0.5, 0.5, 0.4, 0.9), 2, 1, 3, 1),  # an equal figure is no rise
-        ((0.2, 0.5, 0.5, 0.6, 0.7), 2, 1, 4, 4),  # it rose just in time
-        ((0.2, 0.1, 0.1, 0.1, 0.1), 5, 1, 4, 0),  # more patience than evaluations
-        ((0.2, 0.1, 0.1, 0.1, 0.1, 0.1), 2, 2, 4, 0),  # evaluations are counted, not rounds
-    ],
+    ("figures", "patience", "every", "ends", "best", "database"),
+    [*((*stop, "sqlite") for stop in STOPS), pytest.param(*STOPS[0], "postgresql", marks=pytest.mark.extended)],
+    indirect=["database"],
 )
 def test_rounds_end_where_the_figure_has_not_risen_for_so_many_evaluations(
     coordinator: InThread, figures: tuple[float, ...], patience: int, every: int, ends: int, best: int

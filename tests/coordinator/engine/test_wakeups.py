@@ -82,7 +82,6 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             event[key] = json.loads(value) if key == "data" else value
 
 
-@pytest.mark.both_databases
 def test_events_tell_the_whole_story_and_go_on_where_one_left_off(coordinator: InThread) -> None:
     federation, clients = enrolled(coordinator, "a", "b", rounds=1)
     path = f"/v1/federations/{federation}/events"

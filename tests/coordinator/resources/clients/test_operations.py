@@ -65,7 +65,6 @@ def test_what_is_wrong_is_refused(coordinator: InThread, change: dict[str, Any],
     assert len(coordinator.get(f"{federation}/clients")["clients"]) == 1
 
 
-@pytest.mark.both_databases
 def test_operators_see_at_its_invitation_why_a_site_cannot_join(coordinator: InThread) -> None:
     federation = coordinator.create(class_names=["circle", "square"])
     path, token = f"{federation}/enrolment-tokens", coordinator.token(federation, name="ward", uses=2)
@@ -189,7 +188,6 @@ def test_a_method_that_describes_clients_takes_so_many(coordinator: InThread, mo
     assert coordinator.client(federation, "c").enrol(coordinator.token(federation), domain=domain).status_code == 201
 
 
-@pytest.mark.both_databases
 def test_a_reset_frees_the_name_and_keeps_the_identity(coordinator: InThread) -> None:
     federation, (a, b) = enrolled(coordinator, "a", "b")
     identity = a.enrol(coordinator.token(federation)).json()["client_id"]

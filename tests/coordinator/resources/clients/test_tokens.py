@@ -85,7 +85,6 @@ def test_a_reset_name_is_for_the_token_that_was_minted_for_it(coordinator: InThr
     assert a.enrol(mine, secret="f" * 64).status_code == 201
 
 
-@pytest.mark.both_databases
 def test_tokens_are_listed_and_taken_back(coordinator: InThread) -> None:
     federation = coordinator.create()
     path = f"{federation}/enrolment-tokens"

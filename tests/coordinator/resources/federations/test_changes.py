@@ -286,7 +286,6 @@ def test_an_admitted_update_is_aggregated_from_memory_and_to_the_same_state(coor
     assert not coordinator.registry.blobs.admitted._values
 
 
-@pytest.mark.both_databases
 @pytest.mark.parametrize("how", HOWS)
 def test_a_damaged_update_is_named_and_waited_for_until_put_back(coordinator: InThread, kept_as: str, how: str) -> None:
     federation, clients = paused_phase(coordinator, rounds=2)

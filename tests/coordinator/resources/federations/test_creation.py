@@ -16,7 +16,6 @@ from promptfed.testing.clients import spec
 from tests.support.coordinators import InThread
 
 
-@pytest.mark.both_databases
 def test_the_same_idempotency_key_answers_the_same_federation(coordinator: InThread) -> None:
     key = {"Idempotency-Key": "k1"}
     first = coordinator.post("/v1/federations", spec(), status=201, headers=key)

@@ -24,7 +24,6 @@ from tests.support.waiting import wait_for
 
 
 @pytest.mark.extended  # draws and sums by numpy and by torch are the same bits on an ordinary CPU only
-@pytest.mark.both_databases
 def test_a_federation_from_create_to_prompts(coordinator: InThread) -> None:
     created = coordinator.http.post("/v1/federations", json=spec(), headers=coordinator.operator)
     federation = created.json()["id"]
@@ -50,7 +49,6 @@ def test_a_federation_from_create_to_prompts(coordinator: InThread) -> None:
     assert response.headers["etag"] == f'"{state_hash(state)}"'
 
 
-@pytest.mark.both_databases
 def test_weights_come_from_the_enrolled_numbers_of_samples(coordinator: InThread) -> None:
     federation = coordinator.create(rounds=1, aggregation={"max_weight_share": 0.6})
     clients = [coordinator.enrol(federation, name, num_samples=n)[0] for name, n in (("a", 97), ("b", 1), ("c", 2))]
@@ -238,7 +236,6 @@ def test_prompts_come_as_safetensors_with_an_etag(coordinator: InThread) -> None
     assert (first.content, first.headers["etag"]) == (raw.content, raw.headers["etag"])
 
 
-@pytest.mark.both_databases
 def test_metrics_come_as_csv(coordinator: InThread) -> None:
     federation, clients = enrolled(coordinator, "a", "b", rounds=1)
     clients[1].accuracy = 0.75

@@ -41,7 +41,6 @@ def read(client: ScriptedClient, what: str, **asked: Any) -> httpx.Response:
     return client.http.get(f"{client.path}/{what}", params=asked, headers=client.headers)
 
 
-@pytest.mark.both_databases
 def test_what_a_client_has_spent_is_told_to_it_and_to_the_operator(coordinator: InThread) -> None:
     federation, (a, b), (task, _) = open_first_phase(coordinator, training={"epochs": 1}, privacy=SAMPLE)
     units = coordinator.get(f"{federation}/clients")["clients"][0]["num_samples"]

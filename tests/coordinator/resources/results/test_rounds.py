@@ -49,7 +49,6 @@ def federation(coordinator: InThread) -> str:
     return id
 
 
-@pytest.mark.both_databases
 def test_rounds_and_metrics_are_what_the_rows_say(coordinator: InThread) -> None:
     id = coordinator.create()
     played(coordinator.registry, id, ROUNDS, MANY)

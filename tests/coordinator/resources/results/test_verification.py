@@ -71,7 +71,6 @@ def play(coordinator: InThread, federation: str, clients: list[ScriptedClient], 
         time.sleep(0.005)
 
 
-@pytest.mark.both_databases
 def test_a_whole_run_comes_to_the_same_hashes(coordinator: InThread) -> None:
     federation = finished(coordinator, "two_phase")
     reports = {one["round"]: one for one in coordinator.get(f"{federation}/rounds")["rounds"]}

@@ -80,7 +80,6 @@ def made(client: ScriptedClient, task: dict[str, Any], up: str) -> tuple[dict[st
     return sent, added(decompressed(sent, expected, up), payload)
 
 
-@pytest.mark.both_databases
 @pytest.mark.parametrize("up", KINDS)
 def test_the_state_is_the_mean_of_the_decompressed_updates(coordinator: InThread, up: str) -> None:
     federation, clients = began(coordinator, up)

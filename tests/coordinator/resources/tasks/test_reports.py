@@ -31,7 +31,6 @@ def test_an_evaluation_is_stored_once(coordinator: InThread) -> None:
         assert (response.status_code, kind(response)) == (422, "invalid-request")
 
 
-@pytest.mark.both_databases
 def test_a_reported_failure_is_not_waited_for(coordinator: InThread) -> None:
     part = {"min_clients": 3, "quorum": 0.3}
     federation, (a, b, c), (task_a, task_b, task_c) = open_first_phase(

@@ -26,7 +26,6 @@ def coordinator(served: InThread) -> InThread:
     return served
 
 
-@pytest.mark.both_databases
 def test_an_update_is_stored_once_and_answered_alike_for_ever(coordinator: InThread) -> None:
     federation, (a, b), (task_a, task_b) = open_first_phase(coordinator, rounds=1)
     body = update_body(trained(a.payload(task_a), "a", task_a), task_a)
@@ -96,7 +95,6 @@ def bad_updates(task: dict[str, Any]) -> dict[str, tuple[bytes, int, str]]:
     }
 
 
-@pytest.mark.both_databases
 def test_bad_updates_are_refused_each_with_its_own_kind_and_change_nothing(coordinator: InThread) -> None:
     limits = {"max_update_norm": 10.0, "max_bytes": 2_000_000}
     federation, (a, _), (task, _) = open_first_phase(coordinator, admission=limits)
