@@ -151,10 +151,14 @@ USUAL = gc.get_threshold()
 
 @pytest.fixture(autouse=True, scope="module")
 def memory_is_given_back() -> Iterator[None]:
-    """Workers run hundreds of modules: what one leaves goes back to the system; a service may collect seldom."""
+    """Workers run hundreds of modules: what one leaves goes back to the system; a service may collect seldom.
+
+    What is left has been imported, or is kept for all: the next collection passes over it.
+    """
     yield
     gc.set_threshold(*USUAL)
     gc.collect()
+    gc.freeze()
     machine.give_back()
 
 

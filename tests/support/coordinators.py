@@ -26,9 +26,10 @@ from promptfed.coordinator.settings import Settings
 from promptfed.shared.service.fault_points import VARIABLE
 from promptfed.testing.clients import PATIENCE, bearer
 from promptfed.testing.coordinator import LocalCoordinator, OperatorCalls, RealCoordinator
-from tests.support import forked_coordinator
+from tests.support import forked_coordinator, once
 
 TIMEOUT = httpx.Timeout(PATIENCE)
+once.share()
 
 
 class AnswerCheck:
