@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, shape_of
 from promptfed.shared.data import Source
+from promptfed.shared.privacy import accounting
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator, made_up_source
 from tests.support.waiting import PATIENCE
 
@@ -24,6 +26,23 @@ OF_PARTS = {field.name for field in fields(Parts)} - {"privacy"}
 
 class Killed(BaseException):
     """Stands for kill -9: nothing that the client would still do happens."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def coarse_losses() -> Iterator[None]:
+    """ε by the coarse grid, which takes a tenth of the time. What the fine one gives is tested in shared/privacy."""
+    exact, kept = accounting._by_pld, (accounting._composed, accounting._replaced)
+
+    def by_pld(events: Any, delta: float, relation: Any, interval: float) -> float:
+        return exact(events, delta, relation, max(interval, accounting.COARSE))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accounting, "_by_pld", by_pld)
+        for cache in kept:
+            cache.cache_clear()
+        yield
+    for cache in kept:
+        cache.cache_clear()
 
 
 @pytest.fixture(scope="session")
@@ -42,14 +61,20 @@ def source() -> Source:
     return made_up_source()
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    token = tmp_path / "token"
-    token.write_text(TOKEN + "\n")
+@pytest.fixture(scope="session")
+def usual() -> Settings:
+    """Settings of no folder, made once: reading them from everywhere takes as long as a short test."""
     return make_settings(
         coordinator="http://127.0.0.1:1", federation="pets", name="hospital-a", data="made-up",
-        state_dir=tmp_path / "state", enrolment_token_file=token, device="cpu", give_up_after=PATIENCE,
+        state_dir=Path("unset"), device="cpu", give_up_after=PATIENCE,
     )  # fmt: skip
+
+
+@pytest.fixture
+def settings(usual: Settings, tmp_path: Path) -> Settings:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    return usual.model_copy(update={"state_dir": tmp_path / "state", "enrolment_token_file": token})
 
 
 @dataclass(frozen=True)

@@ -403,19 +403,20 @@ def test_a_computation_that_does_not_stop_is_left_behind(
     asyncio.run(scenario())
 
 
-def test_features_are_those_of_the_specs_number_of_threads(make: Make, tmp_path: Path) -> None:
-    threads: list[int] = []
+def test_features_are_those_of_the_specs_number_of_threads(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number is noted instead of set: threads of this process would look for work long after the test."""
+    given, threads = list[int](), list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
 
     class Watched(FeatureCache):
         def features(self, *arguments: Any, **options: Any) -> Tensor:
-            threads.append(torch.get_num_threads())
+            threads.append(given[-1])
             return super().features(*arguments, **options)
 
     coordinator = make.coordinator(rounds=0, training=TrainingSpec(threads=2).model_dump())
-    try:
-        asyncio.run(make.worker(coordinator, features=Watched(tmp_path / "features")).run())
-    finally:
-        torch.set_num_threads(1)
+    asyncio.run(make.worker(coordinator, features=Watched(tmp_path / "features")).run())
     assert set(threads) == {2}
 
 
