@@ -16,13 +16,14 @@ import pytest
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import database as databases
 from promptfed.coordinator.store import opening, turns
-from promptfed.coordinator.store.backend import CannotOpen
+from promptfed.coordinator.store import postgres as postgresql
+from promptfed.coordinator.store.backend import CannotOpen, InUse
 from promptfed.coordinator.store.bucket import ObjectStoreAway
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.folder import ID_FILE, SQLITE_FILE
 from promptfed.coordinator.store.form import migrate
 from promptfed.coordinator.store.opening import open_store, open_to_look
-from promptfed.coordinator.store.postgres import PostgreSQL
+from promptfed.coordinator.store.postgres import OF_SEVERAL, SESSION, PostgreSQL
 from promptfed.coordinator.store.sqlite import SQLite
 from promptfed.coordinator.store.tables import ObjectRow
 from promptfed.coordinator.store.turns import Turn
@@ -246,3 +247,67 @@ def test_a_store_that_cannot_be_opened_lets_go_of_database_and_folder(
         open_store(Settings(data_dir=tmp_path))
     assert len(closed) == 1
     open_store(Settings(data_dir=tmp_path)).close()
+
+
+class Session:
+    """A connection of a server that answers the statements which begin so."""
+
+    def __init__(self, **answers: tuple[Any, ...]):
+        self.answers, self.said = answers, list[str]()
+        self.autocommit, self.info = False, SimpleNamespace(backend_pid=7)
+
+    def execute(self, statement: str | bytes, values: Any = None) -> Any:
+        text = statement if isinstance(statement, str) else statement.decode()
+        word = next((word for word in ("synchronous", "regclass", "INSERT", "try_advisory") if word in text), text)
+        self.said.append(f"{word} {values['holder']} {values['address']}" if values else word)
+        assert self.autocommit, "no transaction begins with it"
+        return SimpleNamespace(fetchone=lambda: self.answers.get(word))
+
+
+def postgres(address: str | None = None, **about: Any) -> Any:
+    """The backend of a server that is not asked, unless by what is given."""
+    backend = object.__new__(PostgreSQL)
+    vars(backend).update({"address": address, "_holder": "me", "place": "here", "writing": None} | about)
+    return backend
+
+
+SETTINGS, OF_OTHERS = ([f"SET {one}" for one in some] for some in (SESSION, OF_SEVERAL))
+
+
+@pytest.mark.parametrize(("address", "answers", "said"), [
+    (None, {"try_advisory": (False,)}, None), (None, {"try_advisory": (True,)}, ["try_advisory", *SETTINGS]),
+    ("a", {"regclass": (False,), "try_advisory": (False,)}, None), ("a", {"regclass": (True,)}, None),
+    ("a", {"regclass": (True,), "INSERT": (7,)}, ["regclass", "INSERT me a", *SETTINGS, *OF_OTHERS]),
+    ("a", {"regclass": (False,), "try_advisory": (True,)}, ["regclass", "try_advisory", *SETTINGS, *OF_OTHERS]),
+])  # fmt: skip
+@pytest.mark.parametrize("durable", ["on", "off", "remote_apply"])
+def test_who_writes_has_the_lock_and_waits_for_the_disk(
+    address: str | None, answers: dict[str, Any], said: list[str] | None, durable: str
+) -> None:
+    backend, session = postgres(address), Session(**answers, synchronous=(durable,))
+    if said is None:
+        with pytest.raises(InUse, match="another coordinator works on the database at here"):
+            backend._prepare_writer(session)
+        assert backend.writing is None
+    else:
+        backend._prepare_writer(session)
+        assert session.said == [*said, "synchronous", *["synchronous"] * (durable == "off")]
+        assert (backend.writing, session.autocommit) == (7, False)
+
+
+@pytest.mark.parametrize(
+    ("listed", "row", "renewed", "waited"),
+    [(False, None, True, 0), (True, None, False, 0), (True, (7,), True, 1), (True, (None,), True, 1)],
+)
+def test_a_sign_of_life_and_a_silent_session(
+    listed: bool, row: Any, renewed: bool, waited: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, slept = list[Any](), list[float]()
+    monkeypatch.setattr(postgresql, "time", SimpleNamespace(sleep=slept.append))
+    backend = postgres(_is_listed=lambda: listed, _sign=lambda text, **values: asked.append((text, values)) or row)
+    assert (backend.renew(), asked) == (False, []), "it does not write yet"
+    backend.writing = 7
+    assert backend.renew() is renewed
+    backend.terminate_silent(9.0)
+    assert asked == [(postgresql.RENEW, {"backend": 7}), (postgresql.TERMINATE, {"silent": 9.0})] * listed
+    assert slept == [postgresql.HANG_UP_SECONDS] * waited
