@@ -110,6 +110,8 @@ def places(parent: ast.AST, scope: str = "", inside: bool = False, statement: in
         for index, node in enumerate(value) if isinstance(value, list) else [(0, value)]:
             if not isinstance(node, ast.AST) or isinstance(node, ast.JoinedStr | ast.Assert):
                 continue
+            if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: it asserts that both are as long
+                continue
             if isinstance(node, ast.Expr) and SHOWN_ONLY.search(ast.unparse(node)):
                 continue
             begins = node.lineno if isinstance(node, ast.stmt) else statement

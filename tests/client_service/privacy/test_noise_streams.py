@@ -68,6 +68,19 @@ def test_each_round_phase_and_client_draws_its_own_noise(draws: Any) -> None:
     assert draws(*CASES[0]) == draws(*CASES[0]), "the same in a simulation that is run again"
 
 
+def test_noise_goes_to_test_sets_in_order_of_name() -> None:
+    info = SimpleNamespace(privacy=PrivacySpec(evaluation_epsilon=0.01), federation_id="f", name="f")
+    result, told = SplitResult(accuracy=0.5, num_samples=10**6), []
+    for names in (("a", "b", "c"), ("c", "b", "a")):
+        counts = NoisyCounts(cast(Any, info), Ledger(None), SeededNoise(1), cast(Any, Notes()), 8.0, "x", "http://x")
+        counts.ledger.open(1e-6)
+        sets = dict.fromkeys(names, result)
+        told.append(counts.drawn(task_of(1, "train"), sets, sets, {name: f"key of {name}" for name in names}))
+    assert told[0].splits == told[1].splits
+    assert told[0].zero_shot == told[1].zero_shot
+    assert len({repr(one) for one in told[0].splits.values()}) == 3
+
+
 def test_counts_that_were_drawn_and_never_paid_are_drawn_and_paid_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     info = SimpleNamespace(privacy=PrivacySpec(evaluation_epsilon=0.5), federation_id="f", name="f")
     counts = NoisyCounts(cast(Any, info), Ledger(None), SeededNoise(1), cast(Any, Notes()), 8.0, "a", "http://x")

@@ -441,6 +441,7 @@ def test_accuracies_tell_nothing_in_any_number_of_rounds() -> None:
         (0, 19, 10, None),
         (1, 4, 2, 0.5 / 4.5),
         (3, 7, 1, 3 / 7),
+        (1, 1, 1, 1.0),  # without a floor one image is enough
         (0, 0, 1, None),
     ],
 )

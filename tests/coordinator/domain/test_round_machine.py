@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from promptfed.coordinator.domain.run_state import (
     Resume,
     Rules,
     Run,
+    Stage,
     Start,
     Tick,
     Withdraw,
@@ -60,8 +62,42 @@ def rules(phases: tuple[PhasePlan, ...] = ONE, **changes: object) -> Rules:
     return replace(base, **changes)
 
 
+def recorded(before: Run, facts: Iterable[Fact], now: float) -> Run:
+    """``before`` as a store knows it that has written down ``facts`` alone: its state, its stage and who has joined."""
+    run = before
+    for fact in facts:
+        stage: Any = run.stage
+        match fact:
+            case run_state.Moved(state, reason):
+                assert state not in ENDED or stage is None or not stage.having("open")
+                run = replace(run, state=state, reason=reason, stage=None if state in ENDED else stage)
+            case Opened():
+                asks: Any = dict.fromkeys(fact.names, "open")
+                run = replace(run, stage=Stage(fact.kind, fact.name, asks, fact.sample_size, math.nan))
+            case run_state.Asked(names):
+                run = replace(run, stage=replace(stage, asks=stage.asks | dict.fromkeys(names, "open")))
+            case run_state.Settled(name, status):
+                run = replace(run, stage=replace(stage, asks=stage.asks | {name: status}))
+            case run_state.Extended(extended):
+                run = replace(run, stage=replace(stage, extended=extended))
+            case run_state.DeadlineSet(seconds):
+                run = replace(run, stage=replace(stage, deadline=now + seconds))
+            case Closed():
+                run = replace(run, stage=replace(stage, closed=True, sample_size=fact.sample_size))
+            case run_state.Completed() | run_state.AttemptFailed():
+                assert not stage.having("open"), "what nobody waits for any more is settled"
+                run = replace(run, stage=None)
+            case run_state.Joined(names):
+                joined = {name: replace(run.members[name], joined=True) for name in names}
+                run = replace(run, members={**run.members, **joined})
+    return run
+
+
 class Play:
-    """A run that is played by hand; ``now`` is its clock. One machine that takes all events comes to the same run."""
+    """A run that is played by hand; ``now`` is its clock. One machine that takes all events comes to the same run.
+
+    The facts say all of it that a store keeps.
+    """
 
     def __init__(self, rules: Rules, *names: str, evaluators: tuple[str, ...] = ()):
         self.rules, self.run, self.now = rules, Run(), 0.0
@@ -77,7 +113,12 @@ class Play:
             self._machine = Machine(self.rules, self.run)
         fresh = Machine(self.rules, self.run)
         facts = fresh.advance(event)
+        kept = recorded(self.run, facts, getattr(event, "now", self.now))
         self.run = fresh.run
+        assert (kept.state, kept.reason, kept.stage) == (self.run.state, self.run.reason, self.run.stage)
+        assert {name for name in kept.members if kept.members[name].joined} == {
+            name for name, member in self.run.members.items() if member.joined
+        }
         assert self._machine.advance(event) == facts
         assert self._machine.run == self.run
         self.facts += facts

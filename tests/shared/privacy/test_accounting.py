@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -285,6 +286,12 @@ def test_discrete_draws_are_exact() -> None:
     assert Counter(stream.below(5) for _ in range(10_000)).keys() == {0, 1, 2, 3, 4}
 
 
+def test_uniform_draws_are_above_zero_and_reach_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = np.array([0, (1 << 11) - 1, 1 << 11, (1 << 64) - 1], np.uint64)
+    monkeypatch.setattr(NoiseStream, "words", lambda stream, count: words)
+    assert NoiseStream(bytes(32)).uniforms(4).tolist() == [2.0**-53, 2.0**-53, 2.0**-52, 1.0]
+
+
 def test_what_a_seed_draws_stays_the_same() -> None:
     """Seeded runs are published: the same key, words and draws, in this order, for ever."""
     drawn = SeededNoise(1).stream("golden", 2)
@@ -297,6 +304,8 @@ def test_what_a_seed_draws_stays_the_same() -> None:
     assert [drawn.below(n) for n in bounds] == [0, 1, 1, 14768576206116252608, 5665784974404674883]
     assert [drawn.discrete_laplace(0.25) for _ in range(12)] == [2, -6, 1, -16, 1, 1, -4, -4, 1, -1, -1, 2]
     assert [i for i in range(40) if drawn.discrete_laplace(3.0)] == [11, 17]
+    tenth, same = SeededNoise(1).stream("tenth"), SeededNoise(1).stream("tenth")
+    assert [tenth.discrete_laplace(0.1) for _ in range(9)] == [same.discrete_laplace(Fraction(1, 10)) for _ in range(9)]
     assert [i for i in range(30) if drawn._exp(5, 2)] == [0, 5, 11, 29]
     for bound in (0, -1):
         with pytest.raises(ValueError, match="no number is below"):

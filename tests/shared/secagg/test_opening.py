@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -163,6 +164,18 @@ def test_shares_are_of_different_points_but_zero(threshold: int, places: list[in
     else:
         with pytest.raises(ValueError, match="cannot be made"):
             split(bytes(32), threshold, places)
+
+
+def test_so_many_shares_open_a_secret_and_one_fewer_is_said() -> None:
+    roster = SimpleNamespace(threshold=3, entries=[SimpleNamespace(identity_key="dealer")])
+    shares, opener = split(b"s" * 32, 3, [1, 2, 4, 5]), opening._Opener(cast(Any, roster))
+    three = {place: shares[place] for place in (5, 1, 4)}
+    assert opener.secret(0, three, bytes.hex, (b"s" * 32).hex()) == b"s" * 32
+    assert opener.secret(0, shares | {1: shares[2]}, bytes.hex, (b"s" * 32).hex()) == b"s" * 32, "one is false"
+    two = {place: shares[place] for place in (5, 1)}
+    assert combine(two) != b"s" * 32, "two know nothing of it"
+    assert "2 shares of the secret of entry 0 are there; 3" in refusal("bad-shares", opener.secret, 0, two, str, "")
+    assert "ed25519:dealer" in refusal("bad-shares", opener.secret, 0, three, bytes.hex, "another")
 
 
 def test_a_secret_has_32_bytes_and_a_share_is_in_the_field() -> None:
