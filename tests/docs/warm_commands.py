@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +43,8 @@ sys.exit(code)
 @contextmanager
 def warm_commands(folder: Path) -> Iterator[Path]:
     """A folder for `PATH` with the command."""
-    address, command = folder / "warm.socket", folder / "promptfed"
+    short = tempfile.TemporaryDirectory()  # A socket's path has a hundred characters at most
+    address, command = Path(short.name) / "socket", folder / "promptfed"
     command.write_text(CALLER.format(python=sys.executable, address=str(address)))
     command.chmod(0o755)
     few_threads = os.environ | {"OMP_NUM_THREADS": "1"}  # as pages are run: several commands at once
@@ -53,6 +55,7 @@ def warm_commands(folder: Path) -> Iterator[Path]:
     finally:
         server.kill()
         server.wait()
+        short.cleanup()
 
 
 def serve(address: str) -> None:
