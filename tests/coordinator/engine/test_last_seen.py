@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,9 +32,11 @@ class Written:
     def __init__(self) -> None:
         self.rows: list[Any] = []
         self.error: Exception | None = None
+        self.begun = 0
 
     @contextmanager
     def write(self) -> Iterator[Any]:
+        self.begun += 1
         if self.error is not None:
             raise self.error
         execute = lambda statement, rows=None: self.rows.append(rows)  # noqa: E731
@@ -52,7 +55,7 @@ def test_what_was_seen_waits_until_it_can_be_written(monkeypatch: pytest.MonkeyP
     now = [1000.0]
     monkeypatch.setattr(last_seen, "time", SimpleNamespace(time=lambda: now[0]))
     seen.flush()
-    assert database.rows == [], "nothing has come"
+    assert database.begun == 0, "nothing has come"
     database.error = FULL
     seen.seen("a")
     seen.seen("b")
@@ -74,15 +77,40 @@ def test_what_was_seen_waits_until_it_can_be_written(monkeypatch: pytest.MonkeyP
     seen.served("t", 1)
     seen.flush()
     assert database.rows[2:] == [[{"key": "t", "size": 1}]], "once, and of clients nothing"
+    seen.seen("c")
+    seen.flush_if_possible()
+    assert [[row["key"] for row in rows] for rows in database.rows[3:]] == [["c"]]
+
+
+def test_what_was_seen_changes_in_its_turn_alone() -> None:
+    class InTurn(LastSeen):
+        def __setattr__(self, name: str, value: Any) -> None:
+            assert "_progress" not in vars(self) or self._lock.locked(), name
+            super().__setattr__(name, value)
+
+    class Held(Counter[str]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            assert seen._lock.locked()
+            super().__setitem__(key, value)
+
+    database: Any = Written()
+    database.error, seen = FULL, InTurn(database)
+    vars(seen).update({name: Held() for name in ("_seen", "_bytes", "_progress")})
+    seen.is_at("t", 0.5)
+    seen.seen("a")
+    seen.served("t", 5)
+    with pytest.raises(OperationalError):
+        seen.flush()
+    assert (list(seen._seen), seen._bytes) == (["a"], {"t": 5})
 
 
 def test_progress_is_forgotten_where_nothing_more_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
+    now = [100.0]
     monkeypatch.setattr(last_seen.clock, "monotonic", lambda: now[0])
     database: Any = Written()
     seen = LastSeen(database)
     seen.is_at("t", 0.25)
-    for later, told in ((59.9, 0.25), (60.0, None)):
+    for later, told in ((159.9, 0.25), (160.0, None)):
         now[0] = later
         assert seen.progress("t") == told
         assert seen.progress("another") is None

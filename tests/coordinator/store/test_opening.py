@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from sqlalchemy.exc import DBAPIError
 
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import database as databases
@@ -311,3 +312,57 @@ def test_a_sign_of_life_and_a_silent_session(
     backend.terminate_silent(9.0)
     assert asked == [(postgresql.RENEW, {"backend": 7}), (postgresql.TERMINATE, {"silent": 9.0})] * listed
     assert slept == [postgresql.HANG_UP_SECONDS] * waited
+
+
+class Gone(Exception):
+    """The server does not answer; a full disk is a kind of it for the driver."""
+
+
+class Full(Gone):
+    """The server's disk is full."""
+
+
+DRIVER: Any = SimpleNamespace(
+    OperationalError=Gone, InterfaceError=EOFError, IsolationLevel=SimpleNamespace(REPEATABLE_READ="R")
+)
+DRIVER.errors = SimpleNamespace(
+    OperationalError=Gone, InterfaceError=EOFError, ReadOnlySqlTransaction=PermissionError, DataCorrupted=KeyError,
+    IndexCorrupted=IndexError, DiskFull=Full,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "away", "damaged", "full"), [
+    (Gone("no answer"), "no answer", False, False), (EOFError("cut off"), "cut off", False, False),
+    (PermissionError("a standby"), "a standby", False, False), (Full("no room"), None, False, True),
+    (KeyError("page"), None, True, False), (IndexError("tree"), None, True, False),
+    (ValueError("other"), None, False, False),
+])  # fmt: skip
+def test_an_error_of_the_server_is_of_one_kind(error: Any, away: str | None, damaged: bool, full: bool) -> None:
+    backend, told = postgres(_driver=DRIVER), DBAPIError("SELECT", {}, error)
+    assert (backend.why_away(told), backend.is_damaged(told), backend.is_full(told)) == (away, damaged, full)
+
+
+def test_connections_are_prepared_and_known_or_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    listeners, session, errors = list[Any](), Session(), [None, InUse("another"), KeyboardInterrupt()]
+    monkeypatch.setattr(postgresql.event, "listens_for", lambda engine, name: listeners.append)
+    backend, closed = postgres(_open=Mock(), _driver=DRIVER), Mock()
+
+    def prepare(connection: Any) -> None:
+        if (error := errors.pop(0)) is not None:
+            raise error
+
+    backend._on_connect(Mock(), prepare)
+    dialect = SimpleNamespace(connect=lambda *given, **options: SimpleNamespace(given=(given, options), close=closed))
+    [connect] = listeners
+    made = connect(dialect, None, ("a",), {"b": 1})
+    assert made.given == (("a",), {"b": 1})
+    assert (backend._open.add.call_args.args, closed.call_count) == ((made,), 0)
+    for error in (InUse, KeyboardInterrupt):
+        with pytest.raises(error):
+            connect(dialect, None, (), {})
+    assert closed.call_count == 2
+    backend._prepare_signs(session)
+    assert (session.said, session.autocommit) == ([f"SET {one}" for one in postgresql.SIGNS], True)
+    reader: Any = SimpleNamespace()
+    backend._prepare_reader(reader)
+    assert (reader.isolation_level, reader.read_only) == ("R", True)
