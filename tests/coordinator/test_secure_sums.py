@@ -78,11 +78,8 @@ def drive(
     """To the federation's end, or a stage; who is lost in a step is lost for good, and its deadline passes."""
     federation, end = clients[0].federation, time.monotonic() + PATIENCE
     there, gone = list(clients), set[str]()
-    while coordinator.get(federation)["state"] == "running":
+    while (view := coordinator.get(federation))["state"] == "running":
         assert time.monotonic() < end
-        for client in there:
-            step(client, lost or {})
-        view = coordinator.get(federation)
         stage, awaited = view["stage"], {one["name"] for one in view["awaited"]}
         # Who is to be lost in a later step may only be slow in this one.
         gone |= set((lost or {}).get(stage["kind"], ())) if stage is not None else set()
@@ -93,7 +90,8 @@ def drive(
             leap(coordinator, DEADLINE)
             # What comes next has its whole time: another leap would take it away.
             wait_for("its end", lambda before=where(stage): where(coordinator.get(federation)["stage"]) != before)
-        time.sleep(0.005)
+        if not any([step(client, lost or {}) for client in there]):
+            time.sleep(0.01)
 
 
 def where(stage: Mapping[str, Any] | None) -> tuple[Any, ...]:
