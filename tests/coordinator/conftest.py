@@ -27,9 +27,9 @@ from tests.support.postgres import NoServer, PostgresServer
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test marked ``both_databases`` runs on each; in the first tier only group commits run on PostgreSQL."""
-    if metafunc.definition.get_closest_marker("both_databases"):
-        marks = () if metafunc.module.__name__.endswith("test_committer") else pytest.mark.extended
+    """A test marked ``both_databases`` runs on each; on PostgreSQL in the first tier where it says ``first=True``."""
+    if mark := metafunc.definition.get_closest_marker("both_databases"):
+        marks = () if mark.kwargs.get("first") else pytest.mark.extended
         metafunc.parametrize("database", ["sqlite", pytest.param("postgresql", marks=marks)], indirect=True)
 
 

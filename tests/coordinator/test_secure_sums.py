@@ -90,7 +90,8 @@ def drive(
             leap(coordinator, DEADLINE)
             # What comes next has its whole time: another leap would take it away.
             wait_for("its end", lambda before=where(stage): where(coordinator.get(federation)["stage"]) != before)
-        if not any([step(client, lost or {}) for client in there]):
+        done = [step(client, lost or {}) for client in there]
+        if not any(done):
             time.sleep(0.01)
 
 

@@ -44,7 +44,7 @@ def send_all(
     return [(one.status_code, kind(one) if one.status_code >= 400 else "") for one in found if one is not None]
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(first=True)
 def test_answers_that_arrive_together_are_one_commit(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     federation, clients, tasks = open_first_phase(coordinator, *NAMES, rounds=1)
     sizes = commits(coordinator, monkeypatch)
@@ -104,7 +104,7 @@ def test_refusals_of_a_group_are_stored_together(coordinator: InThread, monkeypa
     assert sizes == [4, 4]
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(first=True)
 def test_an_entry_that_breaks_off_spoils_no_other(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     federation, clients, tasks = open_first_phase(coordinator, *NAMES, rounds=1)
     enter = answers.Answer.enter
@@ -126,7 +126,7 @@ def test_an_entry_that_breaks_off_spoils_no_other(coordinator: InThread, monkeyp
     assert coordinator.get(federation)["state"] == "finished"
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(first=True)
 def test_a_full_disk_refuses_a_whole_group_and_stores_nothing_of_it(coordinator: InThread) -> None:
     federation, clients, tasks = open_first_phase(coordinator, *NAMES, rounds=1)
     before, bodies = stored_rows(coordinator.registry, federation), updates_of(clients, tasks)
@@ -267,7 +267,7 @@ def test_the_context_is_kept_while_it_is_the_same(coordinator: InThread, monkeyp
         return found
 
     monkeypatch.setattr(Federation, "context", compared)
-    federation, clients, _ = open_first_phase(coordinator, "a", "b", "c", rounds=4)
+    federation, clients, _ = open_first_phase(coordinator, "a", "b", "c", rounds=2)
     known = coordinator.registry.federations[federation]
     assert known.context() is known.context()
     clients += coordinator.enrol(federation, "late")

@@ -45,7 +45,6 @@ def measuring(
 STOPS = [
     ((0.2, 0.5, 0.5, 0.4, 0.9), 2, 1, 3, 1),  # an equal figure is no rise
     ((0.2, 0.5, 0.5, 0.6, 0.7), 2, 1, 4, 4),  # it rose just in time
-    ((0.2, 0.1, 0.1, 0.1, 0.1), 5, 1, 4, 0),  # more patience than evaluations
     ((0.2, 0.1, 0.1, 0.1, 0.1, 0.1), 2, 2, 4, 0),  # evaluations are counted, not rounds
 ]
 

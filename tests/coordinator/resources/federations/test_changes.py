@@ -223,8 +223,6 @@ def test_who_is_withdrawn_and_deleted_leaves_the_state(coordinator: InThread, me
 
 PLACES = ("rows", "files")
 
-HOWS = ("flipped", "truncated", "missing")
-
 
 @pytest.fixture(params=PLACES)
 def kept_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -286,20 +284,21 @@ def test_an_admitted_update_is_aggregated_from_memory_and_to_the_same_state(coor
     assert not coordinator.registry.blobs.admitted._values
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_a_damaged_update_is_named_and_waited_for_until_put_back(coordinator: InThread, kept_as: str, how: str) -> None:
+@pytest.mark.usefixtures("kept_as")
+def test_a_damaged_update_is_named_and_waited_for_until_put_back(coordinator: InThread) -> None:
     federation, clients = paused_phase(coordinator, rounds=2)
     with coordinator.registry.database.read() as session:
         digest = session.scalars(select(UpdateRow.sha256).order_by(UpdateRow.task_id)).first()
     assert digest is not None
     content = coordinator.registry.blobs.read(digest)
-    damage(coordinator, digest, how)
-    for _ in range(2):  # as long as it is damaged, a resume comes to the same end
-        coordinator.post(f"{federation}/resume")
-        reason = coordinator.until(federation, state="paused")["reason"]
-        assert reason.startswith(f"damaged: {digest} ")
-        assert {"flipped": "has changed", "truncated": "has changed", "missing": "is missing"}[how] in reason
-    put_back(coordinator, digest, content)
+    for how, what in (("flipped", "has changed"), ("truncated", "has changed"), ("missing", "is missing")):
+        damage(coordinator, digest, how)
+        for _ in range(2):  # as long as it is damaged, a resume comes to the same end
+            coordinator.post(f"{federation}/resume")
+            reason = coordinator.until(federation, state="paused")["reason"]
+            assert reason.startswith(f"damaged: {digest} ")
+            assert what in reason, how
+        put_back(coordinator, digest, content)
     coordinator.post(f"{federation}/resume")
     drive(clients)
     assert coordinator.get(federation)["state"] == "finished"
