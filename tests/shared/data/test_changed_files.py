@@ -89,8 +89,7 @@ COMPUTED: dict[str, Compute] = {
 }
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("what", COMPUTED)
+@pytest.mark.parametrize(("what", "apart"), [("features", False), ("features", True), ("patches", False)])
 def test_no_row_is_kept_of_an_image_that_was_exchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, apart: bool
 ) -> None:

@@ -163,8 +163,9 @@ def test_promptfl_equals_dp_sgd_written_out(
     moved = wanted - start
     # Adam divides by the root of a gradient's square, which magnifies what float32 rounds.
     assert float((found - wanted).abs().max()) <= 1e-3 * float(moved.abs().max())
-    other = method.train(protected(context, SeededNoise(8).stream()), {"context": start}, {}).update["context"]
-    assert float((other - wanted).abs().max()) > 0.1 * float(moved.abs().max())
+    if optimizer == "adam":
+        other = method.train(protected(context, SeededNoise(8).stream()), {"context": start}, {}).update["context"]
+        assert float((other - wanted).abs().max()) > 0.1 * float(moved.abs().max())
 
 
 def test_gradients_are_clipped_over_all_tensors_and_bad_numbers_count_as_nothing() -> None:
@@ -285,7 +286,7 @@ def test_one_run_bounds_are_those_of_the_texts_and_hold() -> None:
     random, truth, over = np.random.default_rng(5), 1.0, 0
     for _ in range(200):
         right = int(random.binomial(500, 1 / (1 + math.exp(-truth))))
-        over += one_run_bound(500, right, 500, 1e-6) > truth
+        over += _one_run_chance(truth, 500, right, 500, 1e-6) <= 0.05  # the bound, which is looked for, is above
     assert over <= 20
 
 
@@ -447,8 +448,9 @@ def grouped(
 
 
 # Every group is longer than the first clip, some are longer than the second, none is as long as the third.
-@pytest.mark.parametrize(("clip", "batch", "epochs"), [(0.3, 2, 2), (CLIP, 4, 1), (1e3, 1, 2)])
-@pytest.mark.parametrize("at_once", [512, 10], ids=["whole groups", "groups in parts"])
+@pytest.mark.parametrize(
+    ("clip", "batch", "epochs", "at_once"), [(0.3, 2, 2, 512), (CLIP, 4, 1, 512), (CLIP, 4, 1, 10), (1e3, 1, 1, 10)]
+)
 def test_promptfl_equals_dp_sgd_over_groups_written_out(
     clip: float,
     batch: int,

@@ -102,7 +102,7 @@ def test_sampled_sums_cost_what_integrating_the_definition_gives(q: float, z: fl
 
 
 @pytest.mark.door
-@pytest.mark.parametrize(("z", "uses", "delta"), [(1.0, 1, 1e-5), (4.0, 25, 1e-4), (8.0, 25, 1e-4)])
+@pytest.mark.parametrize(("z", "uses", "delta"), [(1.0, 1, 1e-5), (8.0, 25, 1e-4)])
 def test_without_sampling_it_is_the_gaussian_mechanism_with_half_the_noise(z: float, uses: int, delta: float) -> None:
     epsilon, normal = accounting.replace_one_epsilon([accounting.Event("gaussian", 1, z, uses)], delta), NormalDist()
     assert epsilon == pytest.approx(
