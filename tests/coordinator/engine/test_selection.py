@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
+from promptfed.coordinator.domain.run_state import EVALUATION
 from promptfed.coordinator.engine import jobs
+from promptfed.coordinator.engine import selection as selections
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.shared.methods import resolve_spec
-from promptfed.shared.spec.sections import without_rise
+from promptfed.shared.spec.sections import SelectionSpec, without_rise
 from promptfed.shared.spec.spec import SpecError
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, Make
@@ -142,3 +146,28 @@ def test_a_stop_brings_its_selection() -> None:
     )
     found = [resolve_spec(SPEC | given).selection for given in (alone, both)]
     assert [(one.metric, one.share) for one in found if one is not None] == [("macro_f1", 0.2), ("accuracy", 0.5)]
+
+
+@pytest.mark.parametrize(("patience", "selection", "ends"), [
+    (2, True, True), (3, True, False), (2, False, False), (None, True, False), (None, False, False),
+])  # fmt: skip
+def test_rounds_end_where_enough_evaluations_came_after_the_best(
+    patience: int | None, selection: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SimpleNamespace(
+        selection=SelectionSpec(metric="accuracy") if selection else None,
+        stop=None if patience is None else SimpleNamespace(metric="macro_f1", patience=patience),
+    )
+    federation, asked, session = SimpleNamespace(spec=spec, id="f", run=SimpleNamespace(round=9)), list[Any](), Mock()
+    means: dict[int, float] = {2: 0.1, 4: 0.7, 6: 0.7, 8: 0.6}
+    monkeypatch.setattr(selections, "means_by_round", lambda *about: asked.append(about) or means)
+    told: Any = federation
+    assert selections.rises_no_more(session, told) is ends
+    looked = [(session, "f", EVALUATION, SelectionSpec(metric="macro_f1"))] if patience and selection else []
+    assert asked == looked
+    view = selections.selection_view(session, told)
+    found = view and (view.round, view.value, view.compared, view.metric)
+    assert found == ((4, 0.7, 4, "accuracy") if selection else None)
+    assert selections.selected_round(session, told) == (4 if selection else 9)
+    means.clear()
+    assert (selections.selection_view(session, told), selections.selected_round(session, told)) == (None, 9)

@@ -116,3 +116,12 @@ def test_figures_rounded_to_an_end_are_pooled(se: float) -> None:
 def test_pooling_takes_a_variance_above_0_of_each_site(variances: list[float]) -> None:
     with pytest.raises(ValueError, match="two sites or more, each with a standard error above 0"):
         pool([1.0, 2.0], variances)
+
+
+def test_three_sites_say_where_a_fourth_may_lie() -> None:
+    """By hand: q is 18, τ² (18 − 2)/2, each weight 1/9, and Hartung and Knapp's factor just 1."""
+    found = pool([0.0, 3.0, 6.0], [1.0, 1.0, 1.0])
+    assert (found.mean, found.tau2, found.i2) == pytest.approx((3, 8, 8 / 9))
+    assert found.prediction is not None
+    assert (found.high - 3, found.prediction[1] - 3) == pytest.approx((4.302653 * 3**0.5, 12.706205 * 11**0.5))
+    assert pool([0.0, 3.0], [1.0, 1.0]).prediction is None
