@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from promptfed.coordinator.domain import run_state
+from promptfed.coordinator.domain.federation import OpenTask
 from promptfed.coordinator.engine import answers, committer
 from promptfed.coordinator.engine.answers import Answer, AskedTask, decided
 from promptfed.coordinator.engine.committer import LATELY, MOST_SECONDS, QUIET_SECONDS, Committer, RegistryClosed
@@ -54,6 +56,18 @@ def test_an_answer_is_new_known_or_refused(secure: bool, task: AskedTask, kind: 
         with pytest.raises(Refusal) as refused:
             decided(federation(secure), task, kind, "d")
         assert refused.value.detail.startswith(outcome)
+
+
+def test_an_open_task_is_known_without_the_database() -> None:
+    mine = OpenTask(id="t", client="a", kind="train", round=1, step=0, phase="train", opened_at="")
+    run, session, at = federation(), Mock(), lambda name: SimpleNamespace(name=name)
+    run.tasks, run.id = {"a": mine}, "f"
+    session.execute.return_value.one_or_none.return_value = None
+    assert answers.asked_task(session, run, at("a"), "t") == AskedTask(**vars(mine))
+    assert not session.execute.called
+    for name, task_id in (("a", "u"), ("b", "t")):
+        with pytest.raises(NotFound, match=f"this client has no task '{task_id}'"):
+            answers.asked_task(session, run, at(name), task_id)
 
 
 def test_an_open_task_of_a_federation_that_goes_on_is_open() -> None:

@@ -84,6 +84,9 @@ def test_what_cannot_be_measured_is_left_out() -> None:
     assert alone.average_precision is None
     assert alone.specificity is None
     assert alone.sensitivity is not None
+    none = class_figures("cat", [False, False], [0.9, 0.2], [True, False])
+    assert (none.auroc, none.sensitivity, none.balanced_accuracy) == (None, None, None)
+    assert none.specificity is not None
     assert proportion(0, 0) is None
     perfect = class_figures("cat", [True, False], [0.9, 0.2], [True, False])
     assert perfect.auroc is not None
@@ -91,6 +94,9 @@ def test_what_cannot_be_measured_is_left_out() -> None:
     assert perfect.auroc.low < 1
     with pytest.raises(ValueError, match="0 labels"):
         class_figures("cat", [], [], [])
+    for scores, decided in (([0.5], [True, False]), ([0.5, 0.5], [True])):
+        with pytest.raises(ValueError, match="2 labels"):
+            class_figures("cat", [True, False], scores, decided)
 
 
 def test_images_of_one_patient_are_drawn_together() -> None:

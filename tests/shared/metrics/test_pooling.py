@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 from statsmodels.stats.meta_analysis import combine_effects
 
+from promptfed.shared.metrics import pooling
 from promptfed.shared.metrics.estimates import Estimate, auroc_estimate, proportion
 from promptfed.shared.metrics.pooling import pool, pool_estimates
 from tests.shared.metrics.test_estimates import site
@@ -125,3 +127,16 @@ def test_three_sites_say_where_a_fourth_may_lie() -> None:
     assert found.prediction is not None
     assert (found.high - 3, found.prediction[1] - 3) == pytest.approx((4.302653 * 3**0.5, 12.706205 * 11**0.5))
     assert pool([0.0, 3.0], [1.0, 1.0]).prediction is None
+
+
+@pytest.mark.parametrize(("se", "odds"), [(2.0, 20_001), (2.2, 20_001), (1.41, 20_001), ((2 + 1 / 30.5) ** 0.5, 61)])
+def test_an_end_is_half_a_case_away(se: float, odds: float) -> None:
+    assert [pooling._edge(value, se) for value in (0.0, 1.0)] == pytest.approx([-math.log(odds), math.log(odds)])
+
+
+def test_no_figure_is_nearer_to_an_end_than_one_of_two_to_the_fortieth_cases() -> None:
+    def pooled(far: float) -> Any:
+        return pool_estimates([Estimate(value=value, low=0.0, high=1.0, se=1.0) for value in (far, 0.5, 0.5)])
+
+    assert pooled(1e-14) == pooled(1e-200) != pooled(1e-11)
+    assert pooled(1e-14).mean == pytest.approx(1 / (1 + math.exp(28 / 3)))
