@@ -29,8 +29,8 @@ def coordinator(served: InThread) -> InThread:
     return served
 
 
-def finished(coordinator: OperatorCalls, name: str) -> str:
-    id, clients = enrolled(coordinator, "a", "b", name=name, rounds=2)
+def finished(coordinator: OperatorCalls, name: str, rounds: int = 1) -> str:
+    id, clients = enrolled(coordinator, "a", "b", name=name, rounds=rounds)
     coordinator.post(f"{id}/start")
     drive(clients)
     coordinator.until(id, state="finished")
@@ -126,7 +126,7 @@ def test_a_killed_deletion_is_taken_up_again(tmp_path: Path, fault: str) -> None
     folder = tmp_path / "data"
     process = ForkedCoordinator(folder, fault=fault)
     try:
-        id = finished(process, "gone")
+        id = finished(process, "gone", rounds=2)
         with pytest.raises(httpx.HTTPError):
             process.delete(id)
         assert process.wait() == -9
