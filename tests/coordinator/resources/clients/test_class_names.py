@@ -40,31 +40,31 @@ UNIFORM = {"weighting": "uniform", "max_weight_share": 1}
 INT8 = {"compression": {"up": "int8"}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "path", "words"),
-    [
-        ({"round": 3}, "round", "unknown key"),
-        ({"method": {"name": "nonsense"}}, "method.name", "there is no method 'nonsense'"),
-        ({"backbone": {"shape": {"d_e": 8}}}, "backbone.shape", "needs a text tower"),
-        (INT8 | SUM, "compression", "its own grid"),
-        (INT8 | {"method": {"name": "plan"}}, "compression", "mean"),
-        (SUM | {"aggregation": {"rule": "median"}}, "secure_aggregation", "only their sum is known: take rule mean"),
-        (SUM | {"aggregation": {"clip_norm": 1.0}}, "secure_aggregation", "clip_norm needs each update"),
-        (SUM | {"participation": {"min_clients": 2000}}, "secure_aggregation", "1024 clients at most"),
-        (SUM | {"method": {"name": "pfedpg"}}, "secure_aggregation", "does not combine its updates by a mean"),
-        (SUM | {"method": {"name": "plan"}}, "secure_aggregation", "does not combine its updates by a mean"),
-        (SUM | {"method": {"name": "promptfl_amp"}}, "secure_aggregation", "only their sum is known"),
-        (SUM | {"method": {"name": "zero_shot"}}, "secure_aggregation", "nothing to sum"),
-        (SUM | {"secure_aggregation": {"threshold": 0.5}}, "secure_aggregation.threshold", "greater than 0.5"),
-        (SUM | CLIENT | {"aggregation": UNIFORM}, "secure_aggregation, privacy", "take level sample"),
-    ],
-)
-def test_a_wrong_spec_is_refused_by_path(coordinator: InThread, changes: dict[str, Any], path: str, words: str) -> None:
-    for query in ("", "?dry_run=true"):
-        problem = coordinator.post(f"/v1/federations{query}", spec() | changes, status=422)
-        assert problem["type"].endswith("/invalid-spec")
-        assert ", ".join(error["path"] for error in problem["errors"]) == path
-        assert all(words in error["detail"] for error in problem["errors"]), problem
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"round": 3}, "round", "unknown key"),
+    ({"method": {"name": "nonsense"}}, "method.name", "there is no method 'nonsense'"),
+    ({"backbone": {"shape": {"d_e": 8}}}, "backbone.shape", "needs a text tower"),
+    (INT8 | SUM, "compression", "its own grid"),
+    (INT8 | {"method": {"name": "plan"}}, "compression", "mean"),
+    (SUM | {"aggregation": {"rule": "median"}}, "secure_aggregation", "only their sum is known: take rule mean"),
+    (SUM | {"aggregation": {"clip_norm": 1.0}}, "secure_aggregation", "clip_norm needs each update"),
+    (SUM | {"participation": {"min_clients": 2000}}, "secure_aggregation", "1024 clients at most"),
+    (SUM | {"method": {"name": "pfedpg"}}, "secure_aggregation", "does not combine its updates by a mean"),
+    (SUM | {"method": {"name": "plan"}}, "secure_aggregation", "does not combine its updates by a mean"),
+    (SUM | {"method": {"name": "promptfl_amp"}}, "secure_aggregation", "only their sum is known"),
+    (SUM | {"method": {"name": "zero_shot"}}, "secure_aggregation", "nothing to sum"),
+    (SUM | {"secure_aggregation": {"threshold": 0.5}}, "secure_aggregation.threshold", "greater than 0.5"),
+    (SUM | CLIENT | {"aggregation": UNIFORM}, "secure_aggregation, privacy", "take level sample"),
+]
+
+
+def test_a_wrong_spec_is_refused_by_path(coordinator: InThread) -> None:
+    for changes, path, words in WRONG:
+        for query in ("", "?dry_run=true"):
+            problem = coordinator.post(f"/v1/federations{query}", spec() | changes, status=422)
+            assert problem["type"].endswith("/invalid-spec")
+            assert ", ".join(error["path"] for error in problem["errors"]) == path
+            assert all(words in error["detail"] for error in problem["errors"]), problem
     assert coordinator.get("/v1/federations")["federations"] == []
 
 

@@ -22,7 +22,7 @@ from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.tables import BlobRow
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
 from promptfed.testing.clients import ScriptedClient
-from tests.support.coordinators import InThread, Make
+from tests.support.coordinators import InThread, Make, in_thread
 from tests.support.many_rows import played
 from tests.support.open_phases import enrolled
 from tests.support.waiting import wait_for
@@ -42,16 +42,17 @@ def long_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "MOST_TASKS", 10_000)
 
 
-@pytest.fixture
-def federation(coordinator: InThread) -> str:
-    id = coordinator.create()
-    played(coordinator.registry, id, ROUNDS, MANY)
-    return id
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InThread, str]]:
+    """A coordinator and its federation of many clients, which tests only read."""
+    with in_thread(tmp_path_factory.mktemp("many") / "data") as server:
+        id = server.create()
+        played(server.registry, id, ROUNDS, MANY)
+        yield server, id
 
 
-def test_rounds_and_metrics_are_what_the_rows_say(coordinator: InThread) -> None:
-    id = coordinator.create()
-    played(coordinator.registry, id, ROUNDS, MANY)
+def test_rounds_and_metrics_are_what_the_rows_say(many: tuple[InThread, str]) -> None:
+    coordinator, id = many
     path = f"/v1/federations/{id}"
     answer = coordinator.http.get(f"{path}/rounds", headers=coordinator.operator)
     assert answer.headers["content-type"] == "application/json"
@@ -71,7 +72,8 @@ def test_rounds_and_metrics_are_what_the_rows_say(coordinator: InThread) -> None
     assert (counted["ece"], counted["trainer_ece"], counted["macro_f1"]) == (ROUNDS * MANY, ROUNDS, ROUNDS * MANY)
 
 
-def test_pages_of_rounds_follow_each_other(coordinator: InThread, federation: str) -> None:
+def test_pages_of_rounds_follow_each_other(many: tuple[InThread, str]) -> None:
+    coordinator, federation = many
     first = coordinator.get(f"{federation}/rounds?limit=2")
     assert ([report["round"] for report in first["rounds"]], first["next"]) == ([1, 2], "2")
     second = coordinator.get(f"{federation}/rounds?limit=2&after=2")
@@ -79,7 +81,8 @@ def test_pages_of_rounds_follow_each_other(coordinator: InThread, federation: st
     assert coordinator.get(f"{federation}/rounds?after=3") == {"rounds": [], "next": None}
 
 
-def test_a_page_ends_before_it_is_long(coordinator: InThread, federation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_ends_before_it_is_long(many: tuple[InThread, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator, federation = many
     monkeypatch.setattr(rounds, "MOST_TASKS", 4 * MANY)  # each client trains and evaluates
     first = coordinator.get(f"{federation}/rounds")
     assert ([report["round"] for report in first["rounds"]], first["next"]) == ([1, 2], "2")
@@ -104,7 +107,8 @@ class Counting:
         self.open -= 1
 
 
-def test_a_round_is_read_in_its_turn_and_no_transaction_waits(coordinator: InThread, federation: str) -> None:
+def test_a_round_is_read_in_its_turn_and_no_transaction_waits(many: tuple[InThread, str]) -> None:
+    coordinator, federation = many
     known = coordinator.registry.get(federation)
     database = Counting(coordinator)
     rounds.page(database, known, [1, 2, 3], None)
@@ -116,8 +120,10 @@ def test_a_round_is_read_in_its_turn_and_no_transaction_waits(coordinator: InThr
 
 
 def test_an_answer_that_cannot_be_finished_is_cut_off_and_one_that_cannot_begin_is_refused(
-    coordinator: InThread, federation: str, monkeypatch: pytest.MonkeyPatch
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    federation = coordinator.create()
+    played(coordinator.registry, federation, ROUNDS, 2)
     read = rounds.round_report
     last = 3
 

@@ -89,13 +89,13 @@ def test_a_whole_run_comes_to_the_same_hashes(coordinator: InThread) -> None:
 
 def test_a_supplied_state_and_robust_rules_are_computed_again_too(coordinator: InThread) -> None:
     krum = {"rule": "multi_krum", "clip_norm": "median"}
-    federation = coordinator.create(rounds=2, participation={"min_clients": 5}, aggregation=krum)
+    federation = coordinator.create(rounds=1, participation={"min_clients": 5}, aggregation=krum)
     body = encode({"context": torch.full((4, 8), 0.25)})
     assert supply(coordinator, federation, body).status_code == 200
     clients = coordinator.enrol(federation, *"abcde")
     coordinator.post(f"{federation}/start")
     drive(clients)
-    for round in range(3):
+    for round in range(2):
         found = again(coordinator, federation, round)
         assert [one["same"] for one in found["states"]] == [True]
 
@@ -129,7 +129,7 @@ def over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InThread, s
 
 
 def test_rounds_under_way_and_rounds_not_kept_are_refused(coordinator: InThread) -> None:
-    federation, clients = enrolled(coordinator, "a", "b", rounds=3, retention="last_round")
+    federation, clients = enrolled(coordinator, "a", "b", rounds=2, retention="last_round")
     assert again(coordinator, federation, 0, status=404)["type"].endswith("/no-state")
     coordinator.post(f"{federation}/start")
     coordinator.training(clients)
@@ -393,7 +393,8 @@ def test_nothing_is_made_or_taken_from_a_coordinator(
     assert (code, "have the form 0008 of promptfed before 0.4.0" in line) == (2, True)
 
 
-@pytest.mark.both_databases
+@pytest.mark.extended  # on SQLite the damages above are looked at
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
 def test_a_whole_database_is_read(tmp_path: Path, database: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     played(tmp_path / "data", **database)
     options = [f"--{key.replace('_', '-')}={value}" for key, value in database.items()]
