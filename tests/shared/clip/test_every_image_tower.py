@@ -6,7 +6,6 @@ The configurations are real, with two blocks, pictures of 4 × 4 patches, random
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -28,9 +27,6 @@ from tests.shared.clip.conftest import VISION_TRANSFORMERS, Noise, assert_image_
 from tests.support.equality import assert_gradients, assert_values
 
 PLAIN = 56
-
-
-LARGE = re.compile(r"-[gHEe]-|bigG|gopt|SO400M")
 
 
 REFUSED = {"TimmModel": 78, "ModifiedResNet": 10}
@@ -64,15 +60,20 @@ def refusals() -> dict[str, str | None]:
         return {description: refusal_of(build(description)) for description in configurations()}
 
 
+SIZES = {"layers", "width", "head_width", "patch_size", "image_size", "mlp_ratio"}
+
+
 def plain_towers() -> list[Any]:
-    """The second tier takes the towers of ordinary size; the third takes all."""
-    return [
-        pytest.param(
-            wanted, id=names[0], marks=pytest.mark.slow if any(map(LARGE.search, names)) else pytest.mark.extended
-        )
-        for wanted, names in configurations().items()
-        if is_plain(wanted)
-    ]
+    """The second tier takes the smallest tower of each kind; the third takes all sizes."""
+    kinds, towers = set(), []
+    plain = [(json.loads(wanted), wanted) for wanted in configurations() if is_plain(wanted)]
+    for options, wanted in sorted(plain, key=lambda one: one[0]["vision_cfg"]["width"]):
+        config = options["vision_cfg"]
+        kind = str((options["quick_gelu"], sorted((key, config[key]) for key in config.keys() - SIZES)))
+        mark = pytest.mark.slow if kind in kinds else pytest.mark.extended
+        kinds.add(kind)
+        towers.append(pytest.param(wanted, id=configurations()[wanted][0], marks=mark))
+    return towers
 
 
 @pytest.mark.extended

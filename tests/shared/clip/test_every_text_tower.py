@@ -62,14 +62,22 @@ def configurations() -> dict[str, list[str]]:
     return found
 
 
+SIZES = {"layers", "width", "heads", "context_length", "vocab_size"}
+
+
 def towers() -> list[Any]:
-    """The second tier takes the towers of ordinary size; the third takes all."""
-    return [
-        pytest.param(
-            wanted, id=names[0], marks=pytest.mark.slow if all(map(LARGE.search, names)) else pytest.mark.extended
-        )
-        for wanted, names in configurations().items()
-    ]
+    """The second tier takes the smallest tower of each kind that is not large; the third takes all sizes."""
+    kinds, found = set(), []
+    plain = [(json.loads(wanted), wanted) for wanted in configurations()]
+    for options, wanted in sorted(plain, key=lambda one: one[0]["text_cfg"].get("width", 0)):
+        config = options["text_cfg"]
+        named = sorted((key, str(config[key])) for key in config.keys() - SIZES)
+        kind = str((options["quick_gelu"], options["custom_text"], named))
+        large = all(map(LARGE.search, configurations()[wanted]))
+        mark = pytest.mark.slow if large or kind in kinds else pytest.mark.extended
+        kinds |= set() if large else {kind}
+        found.append(pytest.param(wanted, id=configurations()[wanted][0], marks=mark))
+    return found
 
 
 def build(description: str, folder: Path) -> Any:
