@@ -43,26 +43,26 @@ def test_a_client_is_told_what_it_needs_before_it_enrols(coordinator: InThread) 
     assert info["backbone"]["fingerprint"] == FINGERPRINT
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "expected"),
-    [
-        ({"backbone_fingerprint": "sha256:" + "0" * 64}, 409, "other-backbone"),
-        ({"backbone_shape": {**SHAPE, "d_t": 9}}, 409, "other-backbone"),
-        ({"backbone_shape": {"d_e": 8}}, 409, "other-backbone"),
-        ({"class_names": ["circle", "dog"]}, 422, "unknown-class"), ({"class_names": []}, 422, "invalid-request"),
-        ({"class_names": ["circle", "circle"]}, 422, "invalid-request"), ({"num_samples": 0}, 422, "no-samples"),
-        ({"name": "a b"}, 422, "invalid-request"), ({"name": "<script>"}, 422, "invalid-request"),
-        ({"role": "boss"}, 422, "invalid-request"), ({"weight": 3}, 422, "invalid-request"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_refused(coordinator: InThread, change: dict[str, Any], status: int, expected: str) -> None:
+WRONG: list[tuple[dict[str, Any], int, str]] = [
+    ({"backbone_fingerprint": "sha256:" + "0" * 64}, 409, "other-backbone"),
+    ({"backbone_shape": {**SHAPE, "d_t": 9}}, 409, "other-backbone"),
+    ({"backbone_shape": {"d_e": 8}}, 409, "other-backbone"),
+    ({"class_names": ["circle", "dog"]}, 422, "unknown-class"), ({"class_names": []}, 422, "invalid-request"),
+    ({"class_names": ["circle", "circle"]}, 422, "invalid-request"), ({"num_samples": 0}, 422, "no-samples"),
+    ({"name": "a b"}, 422, "invalid-request"), ({"name": "<script>"}, 422, "invalid-request"),
+    ({"role": "boss"}, 422, "invalid-request"), ({"weight": 3}, 422, "invalid-request"),
+]  # fmt: skip
+
+
+def test_what_is_wrong_is_refused(coordinator: InThread) -> None:
     federation = coordinator.create(class_names=["circle", "square", "star"])
     coordinator.enrol(federation, "first")
-    body = enrolment("b") | change
-    headers = bearer(coordinator.token(federation))
-    response = coordinator.http.post(f"/v1/federations/{federation}/clients", json=body, headers=headers)
-    assert told(response) == (status, expected), response.text
-    assert len(coordinator.get(f"{federation}/clients")["clients"]) == 1
+    for change, status, expected in WRONG:
+        body = enrolment("b") | change
+        headers = bearer(coordinator.token(federation))
+        response = coordinator.http.post(f"/v1/federations/{federation}/clients", json=body, headers=headers)
+        assert told(response) == (status, expected), response.text
+        assert len(coordinator.get(f"{federation}/clients")["clients"]) == 1
 
 
 def test_operators_see_at_its_invitation_why_a_site_cannot_join(coordinator: InThread) -> None:
@@ -97,31 +97,31 @@ def test_operators_see_at_its_invitation_why_a_site_cannot_join(coordinator: InT
     assert refused() == {"other": None, "ward": None}, "made anew"
 
 
-@pytest.mark.parametrize(
-    ("spoken", "version", "who"),
-    [
-        ("1-3", 3, "the client"),
-        (str(VERSION - 1), VERSION - 1, "the client"),
-        (str(VERSION + 1), VERSION + 1, "this coordinator"),
-        (f"{VERSION + 1}-{VERSION + 2}", VERSION + 2, "this coordinator"),
-        ("four", 0, "the client"),
-    ],
-)
-def test_another_version_is_told_whom_to_update(coordinator: InThread, spoken: str, version: int, who: str) -> None:
+VERSIONS: list[tuple[str, int, str]] = [
+    ("1-3", 3, "the client"),
+    (str(VERSION - 1), VERSION - 1, "the client"),
+    (str(VERSION + 1), VERSION + 1, "this coordinator"),
+    (f"{VERSION + 1}-{VERSION + 2}", VERSION + 2, "this coordinator"),
+    ("four", 0, "the client"),
+]
+
+
+def test_another_version_is_told_whom_to_update(coordinator: InThread) -> None:
     federation = coordinator.create()
     path, [client] = f"/v1/federations/{federation}", coordinator.enrol(federation, "first")
-    headers = bearer(coordinator.token(federation)) | {PROTOCOL: spoken}
-    calls = [
-        coordinator.http.get(f"{path}/enrolment", headers=headers),
-        coordinator.http.post(f"{path}/clients", json=enrolment("b"), headers=headers),
-        coordinator.http.get(f"{path}/task", headers=client.headers | {PROTOCOL: spoken}),
-    ]
-    for response in calls:
-        assert told(response) == (409, "protocol-version")
-        assert response.headers[PROTOCOL] == str(VERSION)
-        text = f"the client speaks version {version} of the protocol, this coordinator version {VERSION}: update {who}"
-        assert response.json()["detail"] == text
-    assert len(coordinator.get(f"{federation}/clients")["clients"]) == 1
+    for spoken, version, who in VERSIONS:
+        headers = bearer(coordinator.token(federation)) | {PROTOCOL: spoken}
+        calls = [
+            coordinator.http.get(f"{path}/enrolment", headers=headers),
+            coordinator.http.post(f"{path}/clients", json=enrolment("b"), headers=headers),
+            coordinator.http.get(f"{path}/task", headers=client.headers | {PROTOCOL: spoken}),
+        ]
+        for response in calls:
+            assert told(response) == (409, "protocol-version")
+            assert response.headers[PROTOCOL] == str(VERSION)
+            versions = f"version {version} of the protocol, this coordinator version {VERSION}"
+            assert response.json()["detail"] == f"the client speaks {versions}: update {who}"
+        assert len(coordinator.get(f"{federation}/clients")["clients"]) == 1
 
 
 def test_the_spec_s_fingerprint_holds_from_the_first_client_on(coordinator: InThread) -> None:
