@@ -26,6 +26,7 @@ from promptfed.shared.privacy.noise import NoiseStream, SeededNoise
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import tensor_of, tensors_of
 from promptfed.testing.clients import DEADLINE, ScriptedClient, bearer, spec
+from tests.shared.spec.test_effects import costs_are_computed_coarsely as costs_are_computed_coarsely
 from tests.support.coordinators import InThread, in_thread
 from tests.support.open_phases import told as refused_as
 from tests.support.waiting import wait_for

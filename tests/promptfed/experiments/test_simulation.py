@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +23,6 @@ import httpx
 import pytest
 import torch
 from sqlalchemy.exc import OperationalError
-from torch import Tensor
 from typer.testing import CliRunner
 
 import promptfed
@@ -60,6 +58,7 @@ from promptfed.shared.service.reasons import Exit
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, state_hash
 from tests import ROOT
+from tests.shared.spec.test_effects import costs_are_computed_coarsely as costs_are_computed_coarsely
 from tests.support import exports
 from tests.support.own_images import SHAPES, write_folder
 from tests.support.waiting import PATIENCE, wait_for
@@ -121,7 +120,6 @@ def test_a_round_is_one_request_of_each_client(
 
 
 @pytest.mark.parametrize("changes", [
-    {},
     {"method": {"name": "fedpgp", "m": 4}},
     {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}},
 ])  # fmt: skip
@@ -129,7 +127,7 @@ def test_an_interrupted_run_goes_on_to_the_same_state(
     changes: dict[str, Any], backbone: Backbone, features: FeatureCache, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"backbone": backbone, "features": features}
-    given = spec(rounds=4, **changes)
+    given = spec(rounds=3, **changes)
     whole = simulate(given, SITES, **options)
 
     def interrupt(snapshot: Snapshot) -> None:
@@ -183,11 +181,10 @@ def test_a_full_disk_ends_it_in_one_line(
 
 
 @pytest.mark.parametrize("changes", [
-    {},
     {"method": {"name": "fedpgp", "m": 4}},
     {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}},
     {"training": {"threads": 2}},
-], ids=["shared", "personal", "protected", "two threads each"])  # fmt: skip
+], ids=["personal", "protected", "two threads each"])  # fmt: skip
 def test_two_at_once_come_to_same_result(changes: dict[str, Any], backbone: Backbone, features: FeatureCache) -> None:
     """Also each answer on a test image, and what clients tell of their training."""
     one, two = (
@@ -497,16 +494,14 @@ SUMMED = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=
 SITES_SECURE_SIMULATION = [Site(f"site-{k}", SUMMED.format(k)) for k in range(4)]
 
 
-def spec_of_secure_simulation(method: str = "promptfl", **changes: Any) -> dict[str, Any]:
-    return spec(method={"name": method, "m": 4}, participation={"min_clients": 4}) | changes
+def spec_of_secure_simulation(**changes: Any) -> dict[str, Any]:
+    return spec(participation={"min_clients": 4}) | changes
 
 
-@pytest.mark.parametrize("method", ["promptfl", "fedpgp"])
-def test_the_state_is_that_of_the_mean_in_the_clear(method: str, backbone: Backbone, features: FeatureCache) -> None:
+def test_the_state_is_that_of_the_mean_in_the_clear(backbone: Backbone, features: FeatureCache) -> None:
     def run(**changes: Any) -> Any:
-        return simulate(
-            spec_of_secure_simulation(method, **changes), SITES_SECURE_SIMULATION, backbone=backbone, features=features
-        )
+        wanted = spec_of_secure_simulation(method={"name": "fedpgp", "m": 4}, **changes)
+        return simulate(wanted, SITES_SECURE_SIMULATION, backbone=backbone, features=features)
 
     clear, summed = run(), run(secure_aggregation={"threshold": 0.7})
     assert summed.federation.state == "finished"
@@ -535,7 +530,7 @@ def test_noise_for_records_gives_the_state_of_noise_in_clear(backbone: Backbone,
     assert all(phase.updates == [] for report in summed.round_reports for phase in report.phases)
 
 
-@pytest.mark.parametrize(("told", "withheld"), [(None, True), ("withheld", True), ("plain", False)])
+@pytest.mark.parametrize(("told", "withheld"), [(None, True), ("plain", False)])
 def test_accuracies_stay_with_the_sites_unless_the_spec_says_otherwise(
     told: str | None, withheld: bool, backbone: Backbone, features: FeatureCache
 ) -> None:
@@ -552,82 +547,35 @@ def test_accuracies_stay_with_the_sites_unless_the_spec_says_otherwise(
     assert result.reports[1]["phases"][0]["metrics"] == {}
 
 
-PROTECTED = {"level": "sample", "clip": 0.3, "noise_multiplier": 4.0}
-
-
-def under_noise(
-    monkeypatch: pytest.MonkeyPatch, own: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]], *given: Any
-) -> Any:
-    """One round of protected training, where ``own`` of context and payload is what site-0 trains."""
-    train = PromptFL.train
-
-    def patched(self: PromptFL, context: Any, payload: Any, private: Any) -> TrainResult:
-        if context.client == "site-0":
-            own(context, payload)
-        return train(self, context, payload, private)
-
-    monkeypatch.setattr(PromptFL, "train", patched)
-    wanted = spec_of_secure_simulation(
-        rounds=1, privacy=PROTECTED, participation={"min_clients": 4, "quorum": 0.75}, secure_aggregation={}
-    )
-    return simulate(wanted, SITES_SECURE_SIMULATION, backbone=given[0], features=given[1])
-
-
-def _raise(error: Exception) -> Any:
-    raise error
-
-
-UNREADABLE = DataError("image 17 cannot be read")
-
-
-DIVERGED = MethodError("the tensor 'context' does not converge")
-
-
-WRONG = ValueError("record 17 has label 3")
-
-
-@pytest.mark.parametrize(("when", "error"), [
-    ("images", UNREADABLE), ("preparing", DIVERGED), ("training", DIVERGED), ("training", WRONG),
-    ("keeping", MemoryError("too many images of class 3")),
+@pytest.mark.parametrize(("where", "error"), [
+    ((TaskWork, "_train_split"), DataError("image 17 cannot be read")),
+    ((SecureWork, "keep"), MemoryError("too many images of class 3")),
 ])  # fmt: skip
 def test_under_protection_the_coordinator_is_not_told_why_training_failed(
-    when: str, error: Exception, backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
+    where: tuple[Any, str],
+    error: Exception,
+    backbone: Backbone,
+    features: FeatureCache,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    failing: list[int] = []
+    original, failing = getattr(*where), []
 
     def fail_once(self: Any, *given: Any) -> Any:
-        evaluates = {"images": lambda: given[2].split()[1] == "0", "preparing": lambda: given[1].round == 0}
-        if not failing and not evaluates.get(when, bool)():  # round 0 is only evaluated
+        evaluates = where[0] is TaskWork and given[2].split()[1] == "0"  # round 0 is only evaluated
+        if not failing and not evaluates:
             failing.append(1)
             raise error
         return original(self, *given)
 
-    where = {
-        "images": (TaskWork, "_train_split"),
-        "preparing": (TaskWork, "_prepared"),
-        "keeping": (SecureWork, "keep"),
-    }.get(when)
-    if where is not None:
-        original = getattr(*where)
-        monkeypatch.setattr(*where, fail_once)
-
-    def own(context: Any, payload: dict[str, Tensor]) -> dict[str, Tensor]:
-        return _raise(error) if when == "training" else dict(payload)
-
-    phase = under_noise(monkeypatch, own, backbone, features).round_reports[1].phases[0]
-    assert [(one.type, one.detail) for one in phase.failed] == [
+    monkeypatch.setattr(*where, fail_once)
+    wanted = spec_of_secure_simulation(
+        rounds=1, privacy={"level": "sample", "clip": 0.3, "noise_multiplier": 4.0}, secure_aggregation={},
+        participation={"min_clients": 4, "quorum": 0.75},
+    )  # fmt: skip
+    run = simulate(wanted, SITES_SECURE_SIMULATION, backbone=backbone, features=features)
+    assert [(one.type, one.detail) for one in run.round_reports[1].phases[0].failed] == [
         ("training-failed", "protected training failed; this client's own log says why")
     ]
-
-
-@pytest.mark.parametrize("error", [DIVERGED, WRONG])
-def test_under_protection_the_coordinator_is_not_told_why_evaluation_failed(
-    error: Exception, backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TaskWork, "_serve", lambda *given: _raise(error))
-    said = "evaluation-failed: protected evaluation failed; this client's own log says why$"
-    with pytest.raises(PromptfedError, match=said):
-        under_noise(monkeypatch, lambda context, payload: dict(payload), backbone, features)
 
 
 SPEC = {
