@@ -15,6 +15,10 @@ from promptfed.coordinator.engine.answers import Answer, AskedTask, decided
 from promptfed.coordinator.engine.committer import LATELY, MOST_SECONDS, QUIET_SECONDS, Committer, RegistryClosed
 from promptfed.coordinator.problems import NotFound, Refusal
 from promptfed.coordinator.store.backend import DatabaseAway
+from promptfed.coordinator.store.queries import tasks_with_phases
+from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, UpdateRow
+from tests.support.coordinators import InProcess
+from tests.support.open_phases import completed
 
 
 def asked(kind: str = "train", status: str = "open", accepted: str | None = None) -> AskedTask:
@@ -65,9 +69,37 @@ def test_an_open_task_is_known_without_the_database() -> None:
     session.execute.return_value.one_or_none.return_value = None
     assert answers.asked_task(session, run, at("a"), "t") == AskedTask(**vars(mine))
     assert not session.execute.called
-    for name, task_id in (("a", "u"), ("b", "t")):
+    change: Any = SimpleNamespace(federation=run, session=session, flush=Mock())
+    assert answers.task_in(change, at("a"), "t") == AskedTask(**vars(mine))
+    assert not change.flush.called
+    for number, (name, task_id) in enumerate((("a", "u"), ("b", "t")), 1):
         with pytest.raises(NotFound, match=f"this client has no task '{task_id}'"):
-            answers.asked_task(session, run, at(name), task_id)
+            answers.task_in(change, at(name), task_id)
+        assert change.flush.call_count == number, "its answer may be in the same group"
+    assert not decided(run, AskedTask(**vars(mine)), "train", None), "nothing is no answer"
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_answer_that_stands_is_that_of_the_task(secure: bool, coordinator: InProcess) -> None:
+    id, _ = completed(coordinator, "a", "b", rounds=1)
+    known: Any = SimpleNamespace(tasks={}, id=id, spec=SimpleNamespace(secure_aggregation=secure or None))
+    with coordinator.registry.database.write() as session:
+        for row, phase in session.execute(tasks_with_phases(id)).all():
+            client: Any = SimpleNamespace(name=row.client)
+            if phase.kind == "evaluate":
+                session.get_one(EvaluationRow, row.id).digest = wanted = f"evaluation {row.id}"
+            elif secure:
+                wanted = f"exchange of {row.client}"
+                session.add(ExchangeRow(task_id=row.id, digest=wanted, bytes=1, received_at=""))
+            else:
+                update = session.get_one(UpdateRow, row.id)
+                update.sent = "compressed" if row.client == "b" else None
+                wanted = update.sent or update.sha256
+            session.flush()
+            told = answers.asked_task(session, known, client, row.id)
+            assert (told.id, told.client, told.kind, told.accepted) == (row.id, row.client, phase.kind, wanted)
+            assert (told.status, told.payload_stored) == ("answered", row.payload_stored)
+        session.rollback()
 
 
 def test_an_open_task_of_a_federation_that_goes_on_is_open() -> None:
