@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import typer
 import typer.testing
@@ -129,6 +130,10 @@ PEAKS: dict[str, float] = {}
 """The peak memory of each process that ran tests, in MB, by its name."""
 
 
+def _resident() -> float:
+    return float(psutil.Process().memory_info().rss / (1 << 20))
+
+
 def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -144,22 +149,39 @@ def pytest_collection_finish() -> None:
     """What has been imported stays: a collection looks through what tests have made alone, and takes little time."""
     gc.collect()
     gc.freeze()
+    machine.give_back()
 
 
 USUAL = gc.get_threshold()
+GROWTH = 64  # MB
+_held = _resident()
+
+
+def _give_back() -> None:
+    """What was left goes back to the system, once it is much: looking for it takes longer than most tests."""
+    global _held
+    if _resident() > _held + GROWTH:
+        gc.collect()
+        machine.give_back()
+        _held = _resident()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def memory_is_given_back() -> Iterator[None]:
-    """Workers run hundreds of modules: what one leaves goes back to the system; a service may collect seldom.
-
-    What is left has been imported, or is kept for all: the next collection passes over it.
-    """
+def modules_leave_little() -> Iterator[None]:
+    """A service may collect seldom, and what a module's fixtures held is free now."""
+    global _held
+    before = _resident()
     yield
     gc.set_threshold(*USUAL)
-    gc.collect()
-    gc.freeze()
-    machine.give_back()
+    _held = before - GROWTH / 2
+    _give_back()
+
+
+@pytest.fixture(autouse=True)
+def memory_is_given_back() -> Iterator[None]:
+    """Workers run thousands of tests."""
+    yield
+    _give_back()
 
 
 @pytest.fixture(autouse=True)

@@ -216,7 +216,7 @@ def test_what_was_computed_is_kept_beside_the_ledger_and_a_broken_file_costs_tim
 # The noise's distributions, and that no two attempts share a key.
 
 
-N = 1_000_000
+N = 250_000
 
 
 def test_normals_are_normal_and_independent_of_what_came_before() -> None:
