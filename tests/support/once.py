@@ -1,7 +1,7 @@
 """Done once for the hundreds of coordinators and clients of one process.
 
-Certificates are read, statements compiled and SQLite's tables made for the first one. The environment is looked
-through for settings where it names any.
+Certificates are read, statements compiled, SQLite's tables made and the API described for the first one. The
+environment is looked through for settings where it names any.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from pydantic_settings import EnvSettingsSource
 from sqlalchemy import create_engine
 from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 
+from promptfed.coordinator.app import Application
 from promptfed.coordinator.store import opening, sqlite
 from promptfed.coordinator.store.database import Database
 
 _context, _named, _migrate = transports.create_ssl_context, EnvSettingsSource.__call__, opening.migrate
+_openapi, _descriptions = Application.openapi, list[dict[str, Any]]()
 _of_all = cache(_context)
 _tables, _turn = sqlite3.connect(":memory:", check_same_thread=False), threading.Lock()
 
@@ -51,6 +53,12 @@ def _copied(database: Database) -> None:
             connection.driver_connection.backup(_tables)
 
 
+def _described(app: Application) -> dict[str, Any]:
+    if not _descriptions:
+        _descriptions.append(_openapi(app))
+    return _descriptions[0]
+
+
 def _is_empty(connection: sqlite3.Connection) -> bool:
     return connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None
 
@@ -60,6 +68,7 @@ def share() -> None:
     transports.create_ssl_context = _read_once
     EnvSettingsSource.__call__ = _where_any
     opening.migrate = _copied
+    Application.openapi = _described
     # Databases differ in the file alone, and so in nothing of what is compiled.
     sqlite.create_engine = partial(create_engine, execution_options={"compiled_cache": {}})
     SQLiteDialect_pysqlite.__hash__ = lambda self: hash(type(self))
