@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from statsmodels.stats.proportion import proportion_confint
 
 from promptfed.cli.commands.run import _table, summaries, summary
 from promptfed.cli.scoring import ScoreFigures, _cell
@@ -49,7 +48,7 @@ def drawn(table: Any) -> str:
 
 def test_a_mean_has_the_interval_of_its_images() -> None:
     low, high = mean_interval([(0.8, 50)])
-    assert (low, high) == pytest.approx(proportion_confint(40, 50, method="wilson"), abs=1e-5)
+    assert (low, high) == pytest.approx((0.669629, 0.887562), abs=1e-5)  # statsmodels' by Wilson
     one = proportion(40, 50)
     assert one is not None
     assert (one.low, one.high) == (low, high)

@@ -9,7 +9,6 @@ import pytest
 from numpy.typing import NDArray
 from scipy import integrate, special, stats
 from sklearn import metrics as reference
-from statsmodels.stats.proportion import proportion_confint
 
 from promptfed.shared.metrics.estimates import (
     auroc_estimate,
@@ -72,6 +71,8 @@ def test_delong_equals_the_definition() -> None:
 
 @pytest.mark.parametrize(("hits", "count"), [(0, 5), (5, 5), (3, 10), (299, 300)])
 def test_proportions_have_wilsons_interval(hits: int, count: int) -> None:
+    from statsmodels.stats.proportion import proportion_confint  # takes half a second, also of workers without it
+
     found = proportion(hits, count)
     assert found is not None
     low, high = proportion_confint(hits, count, method="wilson")

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import stats
-from statsmodels.stats.meta_analysis import combine_effects
 
 from promptfed.shared.metrics import pooling
 from promptfed.shared.metrics.estimates import Estimate, auroc_estimate, proportion
@@ -18,6 +17,12 @@ from tests.shared.metrics.test_estimates import site
 HOSTILE = [
     (5e-324, 0.2), (1 - 1e-16, 0.2), (0.5, 1e-200), (0.5, 5e-324), (0.5, 1e200), (0.5, 1e-6), (0, 2**0.5), (1, 1e6),
 ]  # fmt: skip
+
+
+def of_statsmodels(values: Any, variances: Any) -> Any:
+    from statsmodels.stats.meta_analysis import combine_effects  # takes half a second, also of workers without it
+
+    return combine_effects(values, variances, method_re="dl", use_t=True)
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.6])
@@ -31,7 +36,7 @@ def test_pooled_means_equal_statsmodels(seed: int, spread: float) -> None:
     k = int(draws.integers(3, 12))
     variances = draws.uniform(0.01, 0.2, k)
     values = draws.normal(1.0, spread, k)
-    found, wanted = pool(values, variances), combine_effects(values, variances, method_re="dl", use_t=True)
+    found, wanted = pool(values, variances), of_statsmodels(values, variances)
     varies = wanted.tau2 > 0
     assert found.mean == pytest.approx(wanted.mean_effect_re if varies else wanted.mean_effect_fe, abs=1e-6)
     assert found.tau2 == pytest.approx(wanted.tau2 if varies else 0.0, abs=1e-6)
@@ -47,7 +52,7 @@ def test_pooled_means_equal_statsmodels(seed: int, spread: float) -> None:
 
 def test_sites_that_differ_by_more_than_their_variances_widen_the_interval() -> None:
     values, variances = np.array([5.0, 3.0, 3.0, 1.0]), np.array([1.0, 0.1, 0.1, 0.1])
-    found, wanted = pool(values, variances), combine_effects(values, variances, method_re="dl", use_t=True)
+    found, wanted = pool(values, variances), of_statsmodels(values, variances)
     assert wanted.sd_eff_w_re_hksj > 1.15 * wanted.sd_eff_w_re
     half = stats.t.ppf(0.975, 3) * wanted.sd_eff_w_re_hksj
     assert (found.low, found.high) == pytest.approx((found.mean - half, found.mean + half), abs=1e-9)
