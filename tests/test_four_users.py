@@ -176,7 +176,7 @@ def test_an_end_user_checks_scores_serves_and_continues(federation: tuple[InThre
 
 def test_a_researcher_compares_takes_away_and_scores(own: Path, tmp_path: Path) -> None:
     bench = ["bench", "leave-one-domain-out", "--data", f"folder:{own}/{{domain}}", "--domains", ",".join(DOMAINS)]
-    bench += ["--methods", "zero_shot,promptfl:m=2", "--seeds", "0", "--rounds", "2", "--out", str(tmp_path / "bench")]
+    bench += ["--methods", "zero_shot,promptfl:m=2", "--seeds", "0", "--rounds", "1", "--out", str(tmp_path / "bench")]
     refused = promptfed(*bench)
     assert refused.exit_code == Exit.BAD_INPUT
     assert "outline has classes that filled lacks (bar)" in refused.stderr

@@ -93,10 +93,7 @@ def test_a_change_whose_square_is_no_float32_is_refused_and_the_round_goes_on(co
     [
         ("pfedpg", {"d_t": 8, "d_e": 8, "context_length": 77}, "needs a vision transformer"),
         ("pfedpg", {"d_e": 8, "d_v": 6, "vision_layers": 2}, "patch_size"),
-        ("promptfl", SHAPE, "promptfl needs a text tower"),
         ("zero_shot", SHAPE, "zero_shot needs a text tower; this backbone has none: choose a CLIP model"),
-        ("plan", SHAPE, "plan needs a text tower"),
-        ("plan", {"d_t": 8, "d_e": 8, "context_length": 77}, "plan needs a vision transformer"),
     ],
 )
 def test_a_method_needs_a_backbone_of_its_kind(

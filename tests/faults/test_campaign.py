@@ -9,8 +9,10 @@ import pytest
 
 from promptfed.shared.methods import METHODS
 from tests.support.coordinators import ForkedCoordinator, in_thread
+from tests.support.fault_points import OF_FILES
 from tests.support.kill_campaign import (
     CASES,
+    DELETION_FAULTS,
     FILES,
     Case,
     KilledApi,
@@ -71,10 +73,12 @@ def killed(
 
 @pytest.mark.parametrize("files", [False, True], ids=["rows", "files"])
 def test_killed_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(tmp_path: Path, files: bool) -> None:
-    case, faults = CASES["two_phase"], at_every_point(0, files=files)
+    """Blobs are rows; where they are files, at the instants that only files have."""
+    case, faults = CASES["two_phase"], [f"{name}:1" for name in OF_FILES] if files else at_every_point(0)
+    points = len(faults)
     found, deaths = killed(case, tmp_path / "killed", [], faults, 0, seed=0, files=files)
     assert found == undisturbed(case, tmp_path / "undisturbed")
-    assert deaths > 10
+    assert deaths == points + len(DELETION_FAULTS)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from promptfed.shared.tensors import method_part
 from promptfed.shared.tensors.torch_tensors import decode, state_hash
 from promptfed.testing.clients import CLASSES, bearer, drive
 from tests.coordinator.engine.test_selection import Measuring
+from tests.shared.spec.test_effects import costs_are_computed_coarsely as costs_are_computed_coarsely
 from tests.support.coordinators import InThread, Make
 from tests.support.open_phases import completed, kind, launched
 
@@ -47,7 +48,7 @@ def taken(coordinator: InThread, federation: str, round: int) -> Facts:
         {},
         {"aggregation": {"server": {"optimizer": "adam"}}},
         {
-            "privacy": {"level": "client", "clip": 1.0, "noise_multiplier": 0.3, "accept_noise": True},
+            "privacy": {"level": "client", "clip": 1.0, "noise_multiplier": 1.0, "accept_noise": True},
             "aggregation": {"weighting": "uniform", "max_weight_share": 1},
         },
     ],
