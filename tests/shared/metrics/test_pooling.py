@@ -94,19 +94,17 @@ def test_no_site_can_make_pooling_fail(value: float, se: float) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("between", [0.0, 0.3])
-def test_pooled_intervals_cover_the_mean_and_the_next_site(between: float) -> None:
-    """1,000 groups of twelve sites whose AUROCs vary as logits by ``between``."""
+def test_pooled_intervals_cover_the_mean_and_the_next_site() -> None:
+    """1,000 groups of twelve sites whose AUROCs vary as logits by 0.3."""
     draws, middle = np.random.default_rng(8), math.log(0.8 / 0.2)
     held = ahead = 0
     for _ in range(1000):
-        areas = 1 / (1 + np.exp(-draws.normal(middle, between, 13)))
+        areas = 1 / (1 + np.exp(-draws.normal(middle, 0.3, 13)))
         found = pool_estimates([auroc_estimate(*site(draws, area, 0.3, 300)) for area in areas[:12]])
         assert found is not None
         assert found.prediction is not None
         held += found.low <= 0.8 <= found.high
         ahead += found.prediction[0] <= areas[12] <= found.prediction[1]
-    print(between, held, ahead)
     assert 930 - 14 <= held <= 970 + 14
     assert ahead >= 930 - 14
 
