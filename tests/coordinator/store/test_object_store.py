@@ -102,7 +102,7 @@ def test_last_round_keeps_the_last_round_s_objects(served: InThread, object_stor
 @pytest.mark.door
 @pytest.mark.parametrize("how", ["flipped", "missing"])
 def test_a_damaged_object_is_named_and_waited_for(served: InThread, object_store: str, how: str) -> None:
-    federation, (a, b) = paused_phase(served)
+    federation, (a, b) = paused_phase(served, rounds=1)
     digest, body = digest_and_body(a)
     bucket, key = Bucket(object_store), key_of(served, digest)
     if how == "missing":

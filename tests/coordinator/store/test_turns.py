@@ -77,7 +77,7 @@ def test_another_one_goes_on_where_the_first_is_gone(start: Callable[..., InThre
     one = start()
     wait_for("its turn", lambda: works(one))
     two = start()
-    id, clients = launched(one, "a", "b", name="eyes")
+    id, clients = launched(one, "a", "b", name="eyes", rounds=1)
     tasks = one.training(clients)
     assert clients[0].answer(tasks[0]).status_code == 201
     assert two.http.get("/healthz").status_code == 200
@@ -115,7 +115,7 @@ def test_who_is_silent_is_terminated_and_answers_nothing_later(
     one = start()
     wait_for("its turn", lambda: works(one))
     two = start()
-    id, clients = launched(one, "a", "b", name="eyes")
+    id, clients = launched(one, "a", "b", name="eyes", rounds=1)
     tasks = one.training(clients)
     registry = one.registry
     held: list[httpx.Response] = []

@@ -286,7 +286,7 @@ def test_an_admitted_update_is_aggregated_from_memory_and_to_the_same_state(coor
 
 @pytest.mark.usefixtures("kept_as")
 def test_a_damaged_update_is_named_and_waited_for_until_put_back(coordinator: InThread) -> None:
-    federation, clients = paused_phase(coordinator, rounds=2)
+    federation, clients = paused_phase(coordinator, rounds=1)
     with coordinator.registry.database.read() as session:
         digest = session.scalars(select(UpdateRow.sha256).order_by(UpdateRow.task_id)).first()
     assert digest is not None
