@@ -33,6 +33,7 @@ from promptfed.shared.spec.sections import SecureAggregationSpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec
 from promptfed.shared.tensors import TensorError, Tensors, TensorSpec
 from promptfed.shared.tensors.torch_tensors import TorchDraws
+from tests.shared.spec.test_effects import costs_are_computed_coarsely as costs_are_computed_coarsely
 from tests.support.equality import assert_values
 from tests.support.textless import MODEL, textless_backbone
 
