@@ -18,8 +18,15 @@ from promptfed.client_service.http.connection import Refused
 from promptfed.client_service.joining import checks
 from promptfed.client_service.joining.checks import ACCEPT, Check, check_data, check_disk, check_recorded
 from promptfed.client_service.joining.disclosure import Declared
-from promptfed.client_service.joining.offer import check_declaration, enrol_request, explain, federation_method
+from promptfed.client_service.joining.offer import (
+    check_declaration,
+    enrol_request,
+    enrolment_token,
+    explain,
+    federation_method,
+)
 from promptfed.client_service.settings import Settings
+from promptfed.client_service.state.private_state import Identity
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.data.identity import identity_of
@@ -198,3 +205,20 @@ def test_a_method_that_is_not_here_says_where_it_comes_from() -> None:
     for package, said in ((None, "install the coordinator's version"), ("p==1", "it comes from the package p==1: ")):
         with pytest.raises(ClientError, match=said):
             federation_method(info.model_copy(update={"method_package": package}))
+
+
+@pytest.mark.parametrize(("file", "number", "token"), [
+    (None, None, "no enrolment token: give --enrolment-token-file"), (None, "c", None), ("none", "c", None),
+    ("none", None, "enrolment token"), ("token", None, "t" * 40), ("token", "c", "t" * 40),
+])  # fmt: skip
+def test_who_has_enrolled_needs_no_token(
+    file: str | None, number: str | None, token: str | None, settings: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("t" * 40)
+    given = settings.model_copy(update={"enrolment_token_file": file and tmp_path / file})
+    identity = Identity("a", "trainer", "secret", "fed-1", number)
+    if token is None or file == "token":
+        assert enrolment_token(given, identity) == token
+    else:
+        with pytest.raises(ClientError, match=token):
+            enrolment_token(given, identity)

@@ -17,7 +17,8 @@ from promptfed.coordinator.domain.federation import OpenTask
 from promptfed.coordinator.domain.round_machine import WrongMoment
 from promptfed.coordinator.engine import jobs, sums
 from promptfed.coordinator.problems import CannotStart
-from promptfed.shared.methods.core.interface import MethodError, NeedsBackbone
+from promptfed.shared.methods.core.interface import Measured, MethodError, NeedsBackbone
+from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.secagg import SecureError
 from promptfed.shared.tensors import TensorError
 from tests.support.coordinators import InProcess
@@ -166,6 +167,19 @@ def test_an_initial_state_that_cannot_be_is_told(
     with pytest.raises(problems.Refusal) as told:
         jobs._initial_state(registry, Nothing, Nothing)
     assert told.value.kind == refused
+
+
+def test_a_method_measures_where_it_has_something_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Measuring(PromptFL):
+        def measure(self, *about: Any) -> Any:
+            return None
+
+    found, asked = Measured({"gamma": 1.0}), list[str]()
+    monkeypatch.setattr(jobs, "call", lambda federation, name, *about: asked.append(name) or found)
+    for kind, told in ((PromptFL, Measured()), (Measuring, found)):
+        federation: Any = SimpleNamespace(method=kind(PromptFL.Hyper()))
+        assert jobs._measured(federation, {}, Nothing, {}, Nothing) == told
+    assert asked == ["measure"]
 
 
 @pytest.mark.parametrize("room", [-1, 0])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +125,14 @@ def test_a_federation_goes_row_by_row_and_no_other_does(
     gone, _ = completed(coordinator, "a", "b", rounds=1, name="gone")
     kept, _ = completed(coordinator, "a", "b", rounds=1, name="kept", seed=8)
     tables: tuple[Any, ...] = (TaskRow, *retention.BEHIND_TASKS)
+    supplied: list[str] = []
+    for id in (gone, kept):
+        with registry.blobs.hold() as held, registry.change(id) as change:
+            supplied.append(held.put(id.encode()))
+            change.keep(held)
+            change.federation_row().supplied_state = supplied[-1]
+            change.federation = replace(change.federation, supplied_state=supplied[-1])
+    assert {*supplied} <= set(registry.blobs.all())
     before = [len(rows(coordinator, table.id, where=table.federation_id == kept)) for table in tables]
     monkeypatch.setattr(retention, "_let_others_in", lambda: setattr(registry.wakeups, "closed", True))
     with pytest.raises(RegistryClosed):
@@ -136,7 +148,31 @@ def test_a_federation_goes_row_by_row_and_no_other_does(
         assert rows(coordinator, table.id, where=table.federation_id == gone) == []
         assert len(rows(coordinator, table.id, where=table.federation_id == kept)) == count
     assert rows(coordinator, FederationRow.id) == [kept]
-    shared = {*rows(coordinator, StateRow.sha256), *rows(coordinator, UpdateRow.sha256)}
+    shared = {*rows(coordinator, StateRow.sha256), *rows(coordinator, UpdateRow.sha256), supplied[1]}
     assert shared <= set(registry.blobs.all())
     assert set(registry.blobs.all()) - shared <= {*rows(coordinator, TaskRow.payload_sha256)}
     assert rows(coordinator, EventRow.id, where=EventRow.federation_id == gone) == []
+
+
+def test_blobs_go_some_at_a_time_and_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed, inside = list[Any](), list[None]()
+
+    @contextmanager
+    def exclusively() -> Iterator[None]:
+        inside.append(None)
+        yield
+        inside.clear()
+
+    def remove(digests: set[str]) -> None:
+        assert inside
+        removed.append(digests)
+
+    registry: Any = SimpleNamespace(exclusively=exclusively, blobs=SimpleNamespace(remove=remove))
+    registry.database = SimpleNamespace(read=nullcontext)
+    monkeypatch.setattr(retention, "AT_ONCE", 2)
+    monkeypatch.setattr(retention, "_named", lambda session, digests: {"b", "z"})
+    sleep = lambda seconds: removed.append((seconds, len(inside)))  # noqa: E731
+    monkeypatch.setattr(retention, "time", SimpleNamespace(sleep=sleep))
+    retention.collect(registry, "ecadb")
+    turn = (retention.TURN_SECONDS, 0)
+    assert removed == [{"a"}, turn, {"c", "d"}, turn, {"e"}, turn]

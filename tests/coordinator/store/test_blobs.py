@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ from tests.support.open_phases import open_first_phase
 
 def test_blobs_lie_under_their_digest_and_are_kept_while_held(tmp_path: Path) -> None:
     blobs = Blobs(tmp_path)
+
+    class Counts(Counter[str]):
+        def __setitem__(self, digest: str, count: int) -> None:
+            assert blobs._lock.locked()
+            super().__setitem__(digest, count)
+
+    blobs._held = Counts()
     blobs.open()
     with blobs.hold() as held:
         digest = held.put(b"abc")
@@ -27,6 +35,12 @@ def test_blobs_lie_under_their_digest_and_are_kept_while_held(tmp_path: Path) ->
         assert blobs.read(digest) == b"abc"
         assert blobs.all() == [digest]
         assert blobs.remove([digest]) == [], "someone is about to commit a row that names it"
+    with blobs.hold() as held:
+        held.put(b"abc")
+        with blobs.hold() as other:
+            other.put(b"abc")
+        assert blobs.remove([digest]) == [], "one of two holds it"
+    assert not blobs._held
     assert blobs.remove([digest]) == [digest]
     assert blobs.all() == []
     with pytest.raises(DamagedBlob, match="is missing"):

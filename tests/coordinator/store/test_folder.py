@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.folder import FolderInUse, FolderLock, _close_to_others
+from promptfed.coordinator.store.folder import FolderInUse, FolderLock, _close_to_others, lock_folder
 from promptfed.coordinator.store.opening import open_store
 
 
@@ -21,6 +21,20 @@ def test_one_lock_per_folder(tmp_path: Path) -> None:
     first.release()
     second.acquire()
     second.release()
+
+
+def test_the_lock_is_its_owner_s_and_names_the_process_that_has_it(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "data"
+    for _ in range(2):
+        lock = lock_folder(Settings(data_dir=folder))
+        assert (folder / "lock").read_text() == f"{os.getpid()}\n"
+        assert stat.S_IMODE((folder / "lock").stat().st_mode) == 0o600
+        files = os.listdir("/proc/self/fd")
+        with pytest.raises(FolderInUse):
+            lock_folder(Settings(data_dir=folder))
+        assert len(os.listdir("/proc/self/fd")) == len(files), "it is closed again"
+        lock.release()
+        (folder / "lock").write_text("9" * 99)
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o644])

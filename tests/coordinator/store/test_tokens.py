@@ -35,6 +35,7 @@ def test_a_folder_s_token_and_key_are_made_once(tmp_path: Path) -> None:
     token, signer = tokens.operator_token(tmp_path), Signer(tmp_path)
     assert (tokens.operator_token(tmp_path), Signer(tmp_path).public_key) == (token, signer.public_key)
     assert len(token) >= tokens.SHORTEST
+    assert len(bytes.fromhex(tokens.new_token())) == 32
     for name in (tokens.OPERATOR_FILE, KEY_FILE):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
     key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer.public_key))
