@@ -81,19 +81,6 @@ def test_an_export_answers_with_the_classes_that_are_present(export: Path, tmp_p
         assert present == {name for name in source.class_names if float(row[name]) > 0.5}
 
 
-def test_scores_of_two_sites_are_pooled(export: Path, tmp_path: Path) -> None:
-    for name, uri in SITES.items():
-        run("score", str(export), uri, "--out", str(tmp_path / name))
-    pooled = json.loads(run("pool", str(tmp_path / "one"), str(tmp_path / "two"), "--json").stdout)["figures"]
-    told = [json.loads((tmp_path / name / "score.json").read_text())["classes"] for name in SITES]
-    names = {each["name"] for each in told[0]}
-    assert {each["name"] for each in told[1]} == names
-    assert set(pooled) == {f"AUROC of {name}" for name in names}
-    for each in names:
-        aurocs = [row["auroc"]["value"] for site in told for row in site if row["name"] == each]
-        assert min(aurocs) <= pooled[f"AUROC of {each}"]["mean"] <= max(aurocs)
-
-
 def test_data_of_the_other_kind_are_refused(export: Path, tmp_path: Path) -> None:
     with pytest.raises(promptfed.PromptfedError, match=r"is for any number of labels per image, and .* has one label"):
         promptfed.run("promptfl", {"one": "emoji:flat"}, **spec())
