@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from fastapi import Request, Response
 
 from promptfed.client_service import task_watch
-from promptfed.client_service.exits import Exit
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.joining.parts import Parts
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.task_loop import TaskLoop
@@ -69,6 +71,45 @@ def test_a_cancelled_federation_stops_training_while_the_question_is_held_back(
 
         asyncio.run(scenario())
         assert worker.monitor.status.trained == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "ends", "pause"),
+    [
+        (Refused(409, "phase-closed", ""), True, (0.0, 0.05)),
+        (Refused(409, "busy", ""), False, (0.0, 0.05)),
+        (Refused(503, "not-ready", ""), False, (0.0, 0.05)),
+        (Refused(404, "not-found", ""), True, (0.0, 0.05)),
+        (SimpleNamespace(task_id="another"), True, (0.0, 0.05)),
+        (SimpleNamespace(task_id="own"), False, (0.0, 0.05)),
+        (None, False, (0.0, 0.05)),
+        (BadAnswer("no JSON"), False, (5.0, 10.0)),
+        (ClientError(Exit.UNREACHABLE, "away"), False, (5.0, 10.0)),
+    ],
+)
+def test_what_an_answer_says_of_the_task_and_of_the_next_question(
+    answer: Any, ends: bool, pause: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses, asked = list[float](), list[Any]()
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def task(wait: float, **given: Any) -> Any:
+        asked.append((wait, given))
+        if len(asked) > 1:
+            raise Refused(410, "ended", "")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(task_watch, "asyncio", SimpleNamespace(sleep=sleep))
+    gone, own = threading.Event(), SimpleNamespace(task_id="own")
+    asyncio.run(task_watch._watch(cast(Any, SimpleNamespace(task=task)), cast(Any, own), gone, lambda: 0.5))
+    assert gone.is_set()
+    assert asked == [(10, {"retry": False, "carrying": "own", "progress": 0.5})] * (1 if ends else 2)
+    assert pauses[0] == task_watch.FIRST_SECONDS
+    assert pause[0] < pauses[1] <= pause[1]
 
 
 @pytest.mark.parametrize("hidden", [False, True])

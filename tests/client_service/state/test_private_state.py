@@ -373,6 +373,11 @@ def test_each_of_two_hundred_changes_is_found(log: Path) -> None:
     assert verify(log) == head
 
 
+def test_no_log_is_no_log_that_holds(tmp_path: Path) -> None:
+    with pytest.raises(ChangedLog, match="no line, or was never written"):
+        verify(tmp_path)
+
+
 def test_a_log_that_was_written_anew_is_found_by_a_head_that_is_kept_elsewhere(log: Path) -> None:
     head = verify(log).chain
     lines = [json.loads(line) for line in (log / FILE).read_text().splitlines()]

@@ -376,3 +376,41 @@ def test_a_name_that_leaves_no_room_is_named() -> None:
     tokenizer = PromptTokenizer(WrappedTokenizer(True, False), 12)
     with pytest.raises(BackboneError, match="class name 'abcdefg' needs 10 tokens and the context 3"):
         tokenizer.class_ids(["ab", "abcdefg"], 3)
+
+
+class Letters:
+    """An open_clip tokenizer of its own kind: a token for each letter, begun by 1 and ended by 2."""
+
+    sot_token_id, eot_token_id, pad_token_id = 1, 2, 0
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text if letter != " "]
+
+    def __call__(self, texts: list[str], context_length: int) -> torch.Tensor:
+        rows = [[1, *self.encode(text), 2] for text in texts]
+        return torch.tensor([row + [0] * (context_length - len(row)) for row in rows])
+
+
+def test_a_name_fills_the_positions_beside_its_context_and_one_more_is_refused() -> None:
+    tokenizer = PromptTokenizer(Letters(), 8)
+    ids, start = tokenizer.class_ids(["ab", "c"], 3)  # with a full stop, a beginning and an end: 5 of 8
+    assert (ids[0].tolist(), start) == ([1, 120, 120, 120, 97, 98, 46, 2], 1)
+    assert tokenizer.texts(["abcdef"]).shape == (1, 8)
+    with pytest.raises(BackboneError, match="'ab' needs 5 tokens and the context 4, but the backbone takes 8"):
+        tokenizer.class_ids(["ab"], 4)
+    with pytest.raises(BackboneError, match="needs 9 tokens, the backbone takes 8"):
+        tokenizer.texts(["abcdefg"])
+
+
+@pytest.mark.parametrize(
+    ("texts", "most", "found"),
+    [
+        (("abc", "abd"), 4, (1, 2)),
+        (("abc", "axd"), 4, (1, 1)),  # what is only some texts' is nobody's
+        (("abc", "xbd"), 4, (1, 0)),
+        (("abc", "abd"), 1, (2, 1)),
+        (("abc",), 2, (1, 2)),
+    ],
+)
+def test_the_words_that_all_texts_share_are_found(texts: Any, most: int, found: tuple[int, int]) -> None:
+    assert PromptTokenizer(Letters(), 8).template_ids(texts, "ab", most)[1:] == found

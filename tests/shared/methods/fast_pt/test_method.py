@@ -261,13 +261,16 @@ def test_before_the_end_a_trainer_alone_has_its_domain_prompt(backbone: Backbone
     assert method.variants(context, payload, {}) == {}, "the classifier is the global prompt's already"
     private = {"domain_prompt": own}
     assert_values(method.classifier(context, payload, private).logits(context.train, rows), both)
-    assert_values(method.variants(context, payload, private)["global"].logits(context.train, rows), general)
+    for one in (method, small.fast_pt(mixture="soft")):
+        (beside,) = one.variants(context, payload, private).items()
+        assert (beside[0], len(beside[1].logits(context.train, rows))) == ("global", 4)
+        assert_values(beside[1].logits(context.train, rows), general)
     last = small.payload_of(backbone, listed=small.ROWS)
     mixed = [method.classifier(context, last, some).logits(context.train, rows) for some in ({}, private)]
     assert torch.equal(*mixed), "at the end all predict alike"
-    beside = small.fast_pt(mixture="soft").variants(context, last, {})
-    assert set(beside) == {"global", "hard"}
-    assert torch.equal(beside["hard"].logits(context.train, rows), mixed[0])
+    at_the_end = small.fast_pt(mixture="soft").variants(context, last, {})
+    assert set(at_the_end) == {"global", "hard"}
+    assert torch.equal(at_the_end["hard"].logits(context.train, rows), mixed[0])
     assert_values(method.variants(context, last, {})["global"].logits(context.train, rows), general)
 
 
