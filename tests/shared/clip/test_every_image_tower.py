@@ -196,8 +196,7 @@ def literal(backbone: Any, images: Any, prompts: Any, pooled: Any = False) -> An
     return F.normalize(feature if pooled else feature @ visual.proj, dim=-1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("depth", "dtype"), [(1, torch.float32), (2, torch.float64), (3, torch.float32)])
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("name", VISION_TRANSFORMERS)
 def test_prompted_images_equal_the_definition(small: Any, name: Any, pooled: Any, depth: Any, dtype: Any) -> None:
