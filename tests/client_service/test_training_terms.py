@@ -493,6 +493,7 @@ def test_what_is_told_is_what_is_sent(make: Make, backbone: Backbone) -> None:
     sent = coordinator.client.model_dump(exclude={"secret", "backbone_shape"})
     sent["fingerprint"] = sent.pop("backbone_fingerprint")
     assert told.facts()["declared"] == sent  # the very request that enrolled
+    assert (told.facts()["floor"], told.facts()["states"]) == (1, None)
     text = "\n".join(told.lines())
     assert coordinator.client.secret not in text
     assert coordinator.client.secret not in json.dumps(told.facts())

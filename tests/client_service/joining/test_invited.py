@@ -110,3 +110,10 @@ def test_a_state_folder_that_cannot_be_made_ends_the_client(tmp_path: Path) -> N
     with pytest.raises(ClientError) as end:
         invited.accept(text[:-9], {"data": "none", "state_dir": tmp_path})
     assert end.value.exit is Exit.NOT_ALLOWED
+
+
+@pytest.mark.parametrize("known", ["the proxy refuses", None])
+def test_why_nobody_answers_is_explained_where_it_is_known(known: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invited, "explained", lambda error, address: known)
+    told = invited._unreachable("https://c", httpx.ConnectError("refused"))
+    assert (told.exit, str(told)) == (Exit.UNREACHABLE, known or "no answer from the coordinator at https://c: refused")

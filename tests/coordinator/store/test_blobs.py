@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -153,3 +155,13 @@ def test_what_cut_off_uploads_left_is_removed_at_the_start(tmp_path: Path) -> No
     blobs.temporary().write_bytes(b"half")
     blobs.open()
     assert list(blobs.incoming.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_looked_at_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blobs._version(tmp_path) is not None
+    for number in blobs.UNREADABLE:
+        monkeypatch.setattr(Path, "stat", Mock(side_effect=OSError(number, "no")))
+        assert blobs._version(tmp_path) is None
+    monkeypatch.setattr(Path, "stat", Mock(side_effect=OSError(errno.EMFILE, "too many")))
+    with pytest.raises(OSError, match="too many"):
+        blobs._version(tmp_path)

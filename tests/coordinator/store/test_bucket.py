@@ -252,3 +252,8 @@ def test_litter_is_what_no_row_names_for_long(
     objects.away = False
     blobs.remove_superseded(["blobs/aa/2"])
     assert objects.held == {}
+
+
+def test_an_error_is_told_in_one_line() -> None:
+    assert buckets._first_line(Exception("x" * 600)) == "x" * 500
+    assert buckets._first_line(Exception("no such\nbucket\n\nDebug source: a page")) == "no such bucket"
