@@ -38,6 +38,23 @@ def test_a_crop_lies_within_the_image(size: tuple[int, int]) -> None:
         assert max(shares) > 0.85
 
 
+def test_crops_are_drawn_as_written() -> None:
+    """A share of 8 % to all of the area, a ratio of 3:4 to 4:3, both edges anywhere; the first that fits of ten."""
+    draws, same = (torch.Generator().manual_seed(7) for _ in range(2))
+    for _ in range(40):
+        found = crop_box(60, 40, draws)
+        while True:
+            share, stretch, across, down = torch.rand(4, generator=same).tolist()
+            area, ratio = 2400 * (0.08 + 0.92 * share), 0.75 * (16 / 9) ** stretch
+            wide, high = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
+            if wide <= 60 and high <= 40:
+                break
+        left, upper = int(across * (61 - wide)), int(down * (41 - high))
+        assert found == (left, upper, left + wide, upper + high)
+    assert crop_box(1000, 10, draws) == (493, 0, 506, 10), "where none fits, the largest in the middle"
+    assert crop_box(10, 1000, draws) == (0, 493, 10, 506)
+
+
 def test_half_of_the_crops_are_mirrored() -> None:
     ramp = Image.fromarray(np.tile(np.linspace(0, 255, 64, dtype=np.uint8), (64, 1)))
     draws = torch.Generator().manual_seed(1)

@@ -228,6 +228,8 @@ def test_nothing_is_revealed_without_enough_signatures_of_the_own_list() -> None
     refusal("bad-roster", clients[0].unmask, two.model_dump_json())
     again = messages.UnmaskJob(signatures=[*job.signatures[:2], job.signatures[0]])
     refusal("bad-roster", clients[0].unmask, again.model_dump_json())
+    strange = messages.UnmaskJob(signatures=[*job.signatures[:2], (9, job.signatures[0][1])])
+    refusal("bad-roster", clients[0].unmask, strange.model_dump_json())
     answers[3] = member.confirm_list(clients[3].secrets, made, 3, clients[3].sharing, here, clients[3].limits)
     answer = messages.UnmaskAnswer.model_validate_json(clients[0].unmask(opening.unmask_job(answers).model_dump_json()))
     assert [one for one, _ in answer.seeds] == [0, 1, 2, 3]
