@@ -51,11 +51,16 @@ def test_a_coordinator_is_asked_as_far_as_is_known(
     assert [check.verdict for check in examination.checks] == ([] if asked else ["warn"])
 
 
-def test_nobody_is_asked_whom_a_policy_may_forbid(settings: Settings, tmp_path: Path) -> None:
+def test_nobody_is_asked_whom_a_policy_may_forbid(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Examination, "_ask", lambda self, place: NOTHING)
     examination = Examination(settings.model_copy(update={"policy": tmp_path / "policy.yaml"}))
     assert examination._federation() is None
     [found] = examination.checks
     assert found == Check("coordinator", "warn", "not asked", "the site's policy cannot be read")
+    examination.policy = NOTHING
+    assert examination._federation() is NOTHING
 
 
 def test_a_method_that_the_backbone_cannot_run_is_told(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import database as databases
 from promptfed.coordinator.store import opening, turns
 from promptfed.coordinator.store import postgres as postgresql
-from promptfed.coordinator.store.backend import CannotOpen, InUse
+from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway, InUse
 from promptfed.coordinator.store.bucket import ObjectStoreAway
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.folder import ID_FILE, SQLITE_FILE
@@ -366,3 +366,39 @@ def test_connections_are_prepared_and_known_or_closed(monkeypatch: pytest.Monkey
     reader: Any = SimpleNamespace()
     backend._prepare_reader(reader)
     assert (reader.isolation_level, reader.read_only) == ("R", True)
+
+
+def test_a_turn_is_taken_once_the_silent_have_been_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, steps, answers = [100.0], list[Any](), [True, False, *[True] * 4]
+    errors = [*[InUse("another works")] * 3, DatabaseAway("no answer"), None]
+
+    def come_back() -> None:
+        if (error := errors.pop(0)) is not None:
+            raise error
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    def thread(**about: Any) -> Any:
+        return SimpleNamespace(start=lambda: steps.append((about["name"], about["daemon"])))
+
+    monkeypatch.setattr(turns, "boot_time", lambda: now[0])
+    monkeypatch.setattr(turns, "expect_this_version", lambda database, or_none: steps.append(or_none))
+    database: Any = SimpleNamespace(away=None, come_back=come_back)
+    database.backend = SimpleNamespace(terminate_silent=lambda seconds: steps.append(seconds))
+    turn = Turn(database, lambda: answers.pop(0))
+    ended: Any = SimpleNamespace(is_set=lambda: False, wait=wait)
+    turn._ended = ended
+    monkeypatch.setattr(turns.threading, "Thread", thread)
+    assert turn.take(lambda: False, 1.5)
+    monkeypatch.undo()
+    silent = turns.SILENT_SECONDS
+    assert steps == [silent, silent, silent, True, silent, silent, ("turn", True)], "tables from 1.5 seconds on"
+    said = ["another works", "the object store does not answer", "another works", "no answer"]
+    assert caplog.messages == [f"waiting: {one}" for one in said]
+    turn._ended = threading.Event()
+    turn.end()
+    asked = iter([False])
+    assert not turn.take(lambda: next(asked))
