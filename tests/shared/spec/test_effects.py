@@ -21,9 +21,9 @@ from tests.support.effects import another, leaves_of, nested
 
 SMALL = "symbols:{}?topic=weather&per_class={}&test_per_class=2"
 SITES = [
-    Site("a", SMALL.format("neon", 3)),
+    Site("a", SMALL.format("neon", 2)),
     Site("b", SMALL.format("sketch", 1) + "&classes=base"),
-    Site("c", SMALL.format("chalk", 2)),
+    Site("c", SMALL.format("chalk", 1)),
 ]
 SAMPLE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
 CLIENT = {"level": "client", "clip": 0.3, "noise_multiplier": 1.0, "accept_noise": True}
