@@ -11,9 +11,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from sqlalchemy import text
 
-from promptfed.coordinator.store import blobs
+from promptfed.coordinator.store import blob_rows, blobs, sqlite
+from promptfed.coordinator.store.blob_rows import BlobRows
 from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
+from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.form import migrate
+from promptfed.coordinator.store.sqlite import SQLite
+from promptfed.coordinator.store.tables import BlobRow, ObjectRow
 from promptfed.testing.clients import update_body
 from tests.support.coordinators import InProcess
 from tests.support.durable import Second, synced_by
@@ -165,3 +171,21 @@ def test_a_file_that_cannot_be_looked_at_has_no_version(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "stat", Mock(side_effect=OSError(errno.EMFILE, "too many")))
     with pytest.raises(OSError, match="too many"):
         blobs._version(tmp_path)
+
+
+def test_rows_and_objects_go_together_and_out_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database, log = Database(SQLite(tmp_path / "db")), tmp_path / "db-wal"
+    migrate(database)
+    with database.write() as session:
+        session.add_all(ObjectRow(digest=f"sha256:{number}", key=f"k{number}") for number in range(4))
+        session.add(BlobRow(digest="sha256:9", content=b"small"))
+    monkeypatch.setattr(blob_rows, "AT_ONCE", 2)
+    rows = BlobRows(database)
+    assert sorted(rows.remove(["sha256:3", "sha256:0", "sha256:2", "sha256:9"])) == ["k0", "k2", "k3"]
+    assert (rows.all_keys(), rows.all()) == ({"k1"}, ["sha256:1"])
+    assert log.stat().st_size > 0
+    database.backend.erase()
+    assert log.stat().st_size == 0
+    with database.write() as session:
+        assert session.scalar(text("PRAGMA busy_timeout")) == sqlite.BUSY_MILLISECONDS
+    database.close()
