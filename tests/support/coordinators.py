@@ -29,7 +29,6 @@ from promptfed.testing.coordinator import LocalCoordinator, OperatorCalls, RealC
 from tests.support import forked_coordinator, once
 
 TIMEOUT = httpx.Timeout(PATIENCE)
-once.share()
 
 
 class AnswerCheck:
@@ -68,6 +67,7 @@ class InProcess(LocalCoordinator):
     """A coordinator behind FastAPI's TestClient, whose answers are checked against its description."""
 
     def __init__(self, folder: Path, **options: Any):
+        once.share()
         super().__init__(folder, **options)
         self.http.event_hooks = {"response": [answer_check()]}
 
@@ -86,6 +86,7 @@ class InThread(RealCoordinator):
     """A server in a thread on a real socket, for tests of what only a network shows."""
 
     def __init__(self, folder: Path, **options: Any):
+        once.share()
         super().__init__(folder, **({"port": 0} | options))
 
     def serve(self) -> httpx.Client:

@@ -63,8 +63,9 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
     return connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None
 
 
+@cache
 def share() -> None:
-    """From now on."""
+    """From now on; not while tests are collected, so that a fault that a campaign then puts in is in what is made."""
     transports.create_ssl_context = _read_once
     EnvSettingsSource.__call__ = _where_any
     opening.migrate = _copied
