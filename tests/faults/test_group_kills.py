@@ -39,7 +39,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return hashes(api, federation)
 
 
-@pytest.mark.both_databases
+@pytest.mark.parametrize("database", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize(
     "fault",
     [

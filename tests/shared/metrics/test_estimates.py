@@ -141,12 +141,12 @@ def true_precision(area: float, share: float) -> float:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("area", "share", "count"), [(0.7, 0.5, 300), (0.9, 0.2, 400)])
-def test_intervals_cover_what_they_promise(area: float, share: float, count: int) -> None:
+def test_intervals_cover_what_they_promise() -> None:
     """1,000 sites: 95 % intervals of the AUROC, the average precision and the sensitivity hold the truth in 93 to 97 %.
 
     The bound is wider by two standard errors of 1,000 draws (1.4 points).
     """
+    area, share, count = 0.9, 0.2, 400  # far from the middle, where a normal interval of the figure itself would not
     draws, precision = np.random.default_rng(7), true_precision(area, share)
     held = {"auroc": 0, "average precision": 0, "sensitivity": 0}
     cut = stats.norm.ppf(0.6)
@@ -159,7 +159,6 @@ def test_intervals_cover_what_they_promise(area: float, share: float, count: int
         held["sensitivity"] += found.low <= sensitive <= found.high
         held["auroc"] += (e := auroc_estimate(truth, scores)).low <= area <= e.high
         held["average precision"] += (e := precision_estimate(truth, scores)).low <= precision <= e.high
-    print(area, share, count, held)
     assert all(930 - 14 <= times <= 970 + 14 for times in held.values()), held
 
 
