@@ -192,7 +192,8 @@ def test_changes_sums_and_means_within_their_bounds() -> None:
     assert flat_change({"b": edge, "a": np.zeros((0, 2))}, {"b": np.ones(3)}).tolist() == edge.tolist()
     assert flat_change({"b": edge}, {"b": np.array([1.0, 1.0 - 2**-9])[::-1] * 0}).tolist() == edge.tolist()
     assert flat_change({}, {}).shape == (0,)
-    refusal("out-of-range", flat_change, {"b": -edge * 1.001}, {"b": np.zeros(2)})
+    for sign in (1.0, -1.0):
+        refusal("out-of-range", flat_change, {"b": sign * np.array([16.001, 0.0])}, {"b": np.zeros(2)})
     whole = encoded(np.array([2.5, 3.5, -1.25]) / 2**32, 1.0)
     assert (whole.tolist(), encoded(edge, 0.5).tolist()) == ([2, 4, -1], [1 << 35, -(1 << 35)])
     for most in (1 << 62, -(1 << 62)):
