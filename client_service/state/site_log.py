@@ -103,7 +103,8 @@ class SiteLog:
         return self._end
 
     def _write_head(self, head: Head) -> None:
-        write_whole(self.folder / HEAD, json.dumps({k: v for k, v in vars(head).items() if v is not None}).encode())
+        known = {name: value for name, value in vars(head).items() if value is not None}
+        write_whole(self.folder / HEAD, json.dumps(known).encode(), mode=0o600)
 
 
 def chained(before: str, line: Line) -> str:

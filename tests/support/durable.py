@@ -16,6 +16,7 @@ Synced = list[tuple[str, str]]
 def synced_by(monkeypatch: pytest.MonkeyPatch, folder: Path, change: Callable[[], object]) -> Synced:
     """What ``change`` does in order: files and folders that it syncs, and names that come in by renaming."""
     found: Synced = []
+    sizes: dict[int, int] = {}
     sync, renamed, replaced = os.fsync, os.rename, os.replace
 
     def name(path: Any) -> str:
@@ -24,6 +25,7 @@ def synced_by(monkeypatch: pytest.MonkeyPatch, folder: Path, change: Callable[[]
     def fsync(handle: int) -> None:
         found.append(("sync", name(os.readlink(f"/proc/self/fd/{handle}"))))
         sync(handle)
+        sizes[os.fstat(handle).st_ino] = os.fstat(handle).st_size
 
     def rename(source: Any, target: Any) -> None:
         found.append(("rename", name(target)))
@@ -38,6 +40,9 @@ def synced_by(monkeypatch: pytest.MonkeyPatch, folder: Path, change: Callable[[]
         patch.setattr(os, "rename", rename)
         patch.setattr(os, "replace", replace)
         change()
+    for path in folder.parent.rglob("*"):
+        there = path.lstat()
+        assert not path.is_file() or sizes.get(there.st_ino, there.st_size) == there.st_size, f"{path} grew after that"
     return found
 
 

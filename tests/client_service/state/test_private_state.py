@@ -26,6 +26,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
+from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state import private_state, site_log, trained_images
 from promptfed.client_service.state.private_state import (
@@ -373,6 +374,14 @@ def test_each_of_two_hundred_changes_is_found(log: Path) -> None:
     assert verify(log) == head
 
 
+def test_a_line_is_on_the_disk_once_it_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    found = synced_by(monkeypatch, folder, lambda: SiteLog(folder).note("asked", {}))
+    assert ("sync", f"state/{FILE}") in found
+    assert found.index(("rename", f"state/{HEAD}")) < found.index(("sync", f"state/{FILE}"))
+
+
 def test_no_log_is_no_log_that_holds(tmp_path: Path) -> None:
     with pytest.raises(ChangedLog, match="no line, or was never written"):
         verify(tmp_path)
@@ -638,6 +647,27 @@ def test_a_record_that_cannot_be_read_says_so(tmp_path: Path) -> None:
     (tmp_path / HEAD).mkdir()
     with pytest.raises(ChangedLog, match="cannot be read"):
         verify(tmp_path)
+
+
+def test_what_a_client_keeps_is_closed_to_others_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "account"))
+    before = os.umask(0)
+    try:
+        state = PrivateState(tmp_path / "state")
+        state.write_pending(b"an update", vector(1.0), ROUND_1)
+        state.write_note("note", "text")
+        SiteLog(tmp_path / "state").note("asked", {})
+        Ledger(tmp_path / "ledgers" / "one").open(1e-3)
+        trained_images.note_trained(tmp_path / "state", "fed-1", ["a"])
+    finally:
+        os.umask(before)
+    (named,) = (tmp_path / "account").rglob("fed-1")
+    made = [*tmp_path.glob("state/**/*"), *tmp_path.glob("ledgers/**/*"), named, *named.iterdir()]
+    assert {site_log.FILE, site_log.HEAD, trained_images.FILE, "lock", "one", "fed-1"} <= {one.name for one in made}
+    for one in made:
+        assert stat.S_IMODE(one.stat().st_mode) == (0o700 if one.is_dir() else 0o600), one
 
 
 def test_what_was_trained_on_is_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
