@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,7 +20,10 @@ from pathlib import Path
 
 from tests.support.waiting import wait_for
 
-CALLER = """#!{python} -IS
+# A shell calls the interpreter, whose path may have a space: of a "#!" line the kernel makes one argument.
+CALLER = """#!/bin/sh
+'''exec' {python} -IS "$0" "$@"
+' '''
 import json, os, signal, socket, sys
 passed = signal.SIGTERM, signal.SIGINT
 signal.pthread_sigmask(signal.SIG_BLOCK, passed)
@@ -45,7 +49,7 @@ def warm_commands(folder: Path) -> Iterator[Path]:
     """A folder for `PATH` with the command."""
     short = tempfile.TemporaryDirectory()  # A socket's path has a hundred characters at most
     address, command = Path(short.name) / "socket", folder / "promptfed"
-    command.write_text(CALLER.format(python=sys.executable, address=str(address)))
+    command.write_text(CALLER.format(python=shlex.quote(sys.executable), address=str(address)))
     command.chmod(0o755)
     few_threads = os.environ | {"OMP_NUM_THREADS": "1"}  # as pages are run: several commands at once
     server = subprocess.Popen([sys.executable, "-m", __name__, str(address)], env=few_threads)
