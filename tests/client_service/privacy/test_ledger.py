@@ -8,6 +8,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import stat
@@ -120,6 +121,8 @@ def flipped(content: bytes) -> bytes:
         lambda content: content.split(b"\n", 1)[1],  # no opening line
         lambda content: content[:30] + b"\x00" + content[31:],
         lambda content: content.replace(b'"delta": 0.0001', b'"delta": 0.01', 1),
+        lambda content: content.replace(b'"n": 3', b'"n": 4', 1),  # the last line: no other holds its digest
+        lambda content: re.sub(rb'"prev": "\w+"(?=[^\n]*\n\Z)', b'"prev": "' + b"0" * 64 + b'"', content),
     ],
 )
 def test_any_other_break_ends_the_client(tmp_path: Path, damage: Any) -> None:
@@ -383,6 +386,8 @@ def test_a_coordinator_can_add_and_never_take(tmp_path: Path) -> None:
 
 def test_a_ledger_that_is_lost_altogether_begins_with_what_was_had(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl", "eyes")
+    with pytest.raises(ClientError, match=r"lacks 6 releases \(of round 1, 2, 3, 4, 5\)"):
+        ledger.expect_whole(told(*map(release, range(1, 7))))
     larger = release(2) | {"delta": 2 * DELTA}
     assert ledger.adopt(told(release(1), larger), "http://127.0.0.1:1") == 2
     assert ledger.delta() == 2 * DELTA

@@ -76,6 +76,9 @@ def test_noise_goes_to_test_sets_in_order_of_name() -> None:
         counts.ledger.open(1e-6)
         sets = dict.fromkeys(names, result)
         told.append(counts.drawn(task_of(1, "train"), sets, sets, {name: f"key of {name}" for name in names}))
+        assert counts.drawn(task_of(2, "train"), {}, {}, {}).withheld
+        new = counts.drawn(task_of(3, "train"), {}, {"d": result}, {"d": "another"})
+        assert (new.withheld, set(new.splits), set(new.zero_shot)) == (False, set(), {"d"})
     assert told[0].splits == told[1].splits
     assert told[0].zero_shot == told[1].zero_shot
     assert len({repr(one) for one in told[0].splits.values()}) == 3

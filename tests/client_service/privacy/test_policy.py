@@ -113,9 +113,9 @@ def test_the_other_rules() -> None:
     assert [one.kind for one in refusals(five, replace(FACTS, sums=3))] == ["policy-minimum"]
     assert refusals(five, replace(FACTS, sums=5)) == []
     names = Policy.model_validate({"version": 1, "allow": {"class_names": "federation"}})
-    assert [one.kind for one in refusals(names, SiteFacts(**{**vars(FACTS), "class_names": False}))] == [
-        "policy-classes"
-    ]
+    own, unnamed = Policy.model_validate({"version": 1}), SiteFacts(**{**vars(FACTS), "class_names": False})
+    assert (own.allow.class_names, refusals(own, unnamed)) == ("own", [])
+    assert [one.kind for one in refusals(names, unnamed)] == ["policy-classes"]
     floor = Policy.model_validate({"version": 1, "metrics": {"floor": 20}})
     found = [[one.kind for one in refusals(floor, replace(FACTS, images=count))] for count in (19, 20)]
     assert found == [["policy-floor"], []]

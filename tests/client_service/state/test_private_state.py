@@ -40,6 +40,7 @@ from promptfed.client_service.state.private_state import (
 from promptfed.client_service.state.site_log import FILE, HEAD, ChangedLog, SiteLog, chained, read, verify
 from promptfed.shared.messages import TaskConfig
 from promptfed.shared.plain_text import plain
+from promptfed.shared.privacy.accounting import Accountant, Event
 from promptfed.shared.service.fault_points import VARIABLE
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
@@ -661,6 +662,7 @@ def test_what_a_client_keeps_is_closed_to_others_whatever_the_umask(
         SiteLog(tmp_path / "state").note("asked", {})
         Ledger(tmp_path / "ledgers" / "one").open(1e-3)
         trained_images.note_trained(tmp_path / "state", "fed-1", ["a"])
+        Accountant(1e-3, tmp_path / "ledgers" / "costs").epsilon([Event("gaussian", 1.0, 9.0, 1)])
     finally:
         os.umask(before)
     (named,) = (tmp_path / "account").rglob("fed-1")

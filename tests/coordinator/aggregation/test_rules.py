@@ -236,6 +236,12 @@ def test_no_update_has_no_aggregate() -> None:
         rule_of(rule="median")([])
 
 
+def test_multi_krum_takes_those_it_has_chosen_alike_where_none_has_a_weight() -> None:
+    near, far = [[0.1 * number] * 10 for number in range(4)], [[100.0] * 10]
+    found = flat(rule_of(rule="multi_krum", tolerate=0.2)(updates_of(near + far, [0.0, 0.0, 0.0, 0.0, 1.0])))
+    assert found == pytest.approx([0.15] * 10), "the two in the middle"
+
+
 @pytest.mark.parametrize(
     ("weights", "wanted"),
     [
