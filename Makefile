@@ -54,7 +54,7 @@ lint: $(READY)
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# The first tier: four minutes on two quiet cores. Lint, types, contracts, unit tests, equations, one federation, one crash.
+# The first tier: three minutes on two quiet cores. Lint, types, contracts, unit tests, equations, one federation, one crash.
 test: lint
 	$(PYTEST) -m 'not slow and not extended' $(ARGS)
 

@@ -412,7 +412,7 @@ def test_a_client_with_an_old_copy_sends_nothing_more(tmp_path: Path, make: Make
     with pytest.raises(ClientError, match="ledger-behind") as end:
         asyncio.run(make.worker(coordinator, settings=own).run())
     assert end.value.exit is Exit.LEDGER
-    assert not any(path.endswith(("/payload", "/update", "/evaluation")) for _, path, _ in coordinator.calls)
+    assert coordinator.calls[-1][1].endswith("/spends"), "before it asks for a task"
     assert coordinator.client is not None
     assert coordinator.client.protection is not None
     assert coordinator.client.protection.noise_multiplier == 8.0

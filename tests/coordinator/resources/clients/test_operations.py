@@ -143,6 +143,16 @@ def test_clients_are_listed_in_pages_with_when_they_were_seen(coordinator: InThr
     assert coordinator.get(f"{federation}/clients")["clients"][0]["last_seen"] > before
 
 
+def test_an_operator_sees_what_a_client_runs_on(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    about = {"release": "0.4.0", "system": "Linux x86_64"}
+    coordinator.enrol(federation, "a", **about)
+    coordinator.enrol(federation, "b")
+    a, b = coordinator.get(f"{federation}/clients")["clients"]
+    assert {name: a[name] for name in about} == about
+    assert {name: b.get(name) for name in about} == dict.fromkeys(about)
+
+
 def test_a_newcomer_joins_at_the_next_round(coordinator: InThread) -> None:
     federation, clients = launched(coordinator, "a", "b")
     tasks = coordinator.training(clients)
