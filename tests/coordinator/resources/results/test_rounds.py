@@ -145,7 +145,8 @@ def test_an_answer_that_cannot_be_finished_is_cut_off_and_one_that_cannot_begin_
 
 CLIENTS = ("a", "b", "c")
 
-STEPS = 10  # instructions of SQLite's machine between two counts
+STEPS = 1  # instructions of SQLite's machine between two counts
+ASIDE = 16  # instructions of a look in the background, which may fall into either
 
 
 @pytest.fixture(autouse=True)
@@ -262,7 +263,7 @@ def test_neither_a_late_round_nor_a_page_of_a_long_federation_reads_more(
     coordinator_with: Make, keep: str, works: dict[str, Work]
 ) -> None:
     early, late = costs_after(coordinator_with, keep, works)
-    assert {name: (early[name], late[name]) for name in works if late[name] > 1.1 * early[name]} == {}
+    assert {name: (early[name], late[name]) for name in works if late[name] > 1.1 * early[name] + ASIDE} == {}
 
 
 def test_a_stream_can_begin_with_the_newest_events(coordinator_with: Make) -> None:
