@@ -6,13 +6,15 @@ import asyncio
 import socket
 import stat
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.app import create_app, lifespan
+from promptfed.coordinator.http import deps
 from promptfed.coordinator.http.json_bodies import NOTHING, JsonBody
 from promptfed.coordinator.server import _bind
 from promptfed.coordinator.settings import Settings
@@ -234,3 +236,8 @@ def test_the_key_is_for_its_owner_alone(tmp_path: Path) -> None:
     (tmp_path / "signing.key").write_text("no key")
     with pytest.raises(CannotOpen, match="holds no Ed25519 key"):
         Signer(tmp_path)
+
+
+@pytest.mark.parametrize(("role", "is_more"), [("viewer", False), ("operator", True), ("admin", True)])
+def test_an_operator_is_more_than_a_viewer(role: str, is_more: bool) -> None:
+    assert deps.is_operator(cast(Any, SimpleNamespace(role=role))) is is_more
