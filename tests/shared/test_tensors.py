@@ -113,6 +113,7 @@ NO_SAFETENSORS = [
     (raw({"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)), "not-safetensors"),
     (raw({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, bytes(4)), "not-safetensors"),
     (raw(b"[" * 5000 + b"]" * 5000), "not-safetensors"), (raw(b" " * 1_000_001), "header-too-large"),
+    (raw(b" " * 1_000_000), "not-safetensors"),
     (raw({"__metadata__": {"promptfed": "{"}}), "bad-metadata"),
     (raw({"__metadata__": {"other": "{}"}}), "bad-metadata"),
     (raw({"__metadata__": {"promptfed": 3}}), "bad-metadata"),

@@ -21,6 +21,7 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.generalization import Subset, adjusted, held_out
 from promptfed.shared.methods.core.heads import HEAD_RATE, head_start
 from promptfed.shared.methods.core.tower import TrainedTower, tower_dims
+from promptfed.shared.methods.fedrep import ABSENT, log_shares
 from promptfed.shared.methods.zero_shot import ZeroShot
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.sections import ServerOptimizerSpec
@@ -713,3 +714,9 @@ def test_ga_replaces_the_weights_of_the_mean(backbone: Backbone) -> None:
     with pytest.raises(SpecError, match="krum"):
         spec = {"name": "x", "method": {"name": "fedavg", "weighting": "ga"}, "aggregation": {"rule": "krum"}}
         resolve_spec(spec)
+
+
+def test_shares_of_classes_are_of_all_labels() -> None:
+    found = log_shares(torch.tensor([0, 2, 0, 0]), 4)
+    assert found.tolist() == pytest.approx([math.log(0.75), ABSENT, math.log(0.25), ABSENT])
+    assert torch.softmax(found, 0)[1] == 0
