@@ -87,11 +87,13 @@ def test_an_update_that_was_accepted_is_on_the_disk(
     _, (a, _), (task, _) = open_first_phase(coordinator)
     body = update_body({"context": torch.ones(4, 8)}, task)
     place = coordinator.registry.blobs.path(blobs.digest_of(body)).relative_to(tmp_path)
+    # A folder is of a digest's first two digits: another blob may have made it.
+    new = [] if (tmp_path / place).parent.exists() else [("sync", str(place.parents[1]))]
     done = synced_by(monkeypatch, tmp_path / "data", lambda: a.send(task, body))
     renamed = done.index(("rename", str(place)))
     assert done[renamed - 1][0] == "sync"
     assert done[renamed - 1][1].startswith("data/incoming/")
-    assert done[renamed + 1 : renamed + 3] == [("sync", str(place.parents[1])), ("sync", str(place.parent))]
+    assert done[renamed + 1 : renamed + 2 + len(new)] == [*new, ("sync", str(place.parent))]
 
 
 def test_a_blob_that_is_about_to_be_named_is_not_removed_meanwhile(
