@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.image_files import conversion_of, read_image
 from promptfed.shared.data.pixels import Unfaithful
 from promptfed.shared.errors import BadInput, PromptfedError
+from promptfed.shared.files import open_file
 from promptfed.shared.plain_text import csv_cell, percent, plain
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
@@ -84,9 +86,8 @@ def predict_folder(
         PromptfedError: there is no image, or a backbone, class name or file that cannot be used.
     """
     model.check_alone()
-    paths = sorted(
-        path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and not _is_hidden(path, folder)
-    )
+    files = _files(folder)
+    paths = [path for path in files if path.suffix.lower() in SUFFIXES]
     if not paths:
         raise BadInput(f"{folder} holds no image ({', '.join(sorted(SUFFIXES))})")
     predictor = predictor_of(model.serve(open_backbone_of(model, allow_backbone), names, temperature))
@@ -95,7 +96,9 @@ def predict_folder(
     several = predictor.served is not None and predictor.served.several_labels
     columns = ["present", *names] if several else ["class", "probability", "zero_shot_class", "zero_shot_probability"]
     writer.writerow(["image", *map(csv_cell, columns)])
-    _note_other_files(folder)
+    for path in files:
+        if path.suffix.lower() not in SUFFIXES and (advice := conversion_of(path)) is not None:
+            note(f"{path} cannot be read as an image: {advice}.")
     for path in paths:
         try:
             answer = _predict(predictor, path, _read(path))
@@ -115,17 +118,17 @@ def predict_folder(
     say(f"Wrote {len(paths) - unread} answers to {out}{left_out}.")
 
 
-def _note_other_files(folder: Path) -> None:
-    """Name the files that would be images after a conversion."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.suffix.lower() not in SUFFIXES and not _is_hidden(path, folder):
-            advice = conversion_of(path)
-            if advice is not None:
-                note(f"{path} cannot be read as an image: {advice}.")
+def _files(folder: Path) -> list[Path]:
+    """All files below ``folder`` that are not hidden, in order. Raises BadInput for a folder that cannot be listed."""
 
+    def refuse(error: OSError) -> None:
+        raise BadInput(f"{error.filename} cannot be listed ({why(error)}); make it readable")
 
-def _is_hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+    found = list[Path]()
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted(found)
 
 
 def _presences(answer: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -173,7 +176,8 @@ def predict(
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with open_file(path) as file:
+            return file.read()
     except OSError as error:
         raise BadInput(f"cannot read {path}: {why(error)}") from None
 

@@ -24,6 +24,7 @@ from promptfed.sdk.result import Accuracy, FederationResult, interval_of
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data.pixels import UNREADABLE, in_rgb
 from promptfed.shared.errors import BadInput
+from promptfed.shared.files import open_file
 from promptfed.shared.messages import Role
 from promptfed.shared.plain_text import percent, with_interval
 from promptfed.shared.service.reasons import why
@@ -256,12 +257,13 @@ def _bytes(image: Image | Path | str | bytes) -> bytes:
         return image
     if isinstance(image, (str, Path)):
         try:
-            return Path(image).read_bytes()
+            with open_file(Path(image)) as file:
+                return file.read()
         except OSError as error:
             raise BadInput(f"cannot read {image}: {why(error)}") from None
-    file = io.BytesIO()
+    made = io.BytesIO()
     try:
-        in_rgb(image).save(file, "PNG")
+        in_rgb(image).save(made, "PNG")
     except UNREADABLE as error:
         raise BadInput(f"the image cannot be read: {why(error)}") from None
-    return file.getvalue()
+    return made.getvalue()

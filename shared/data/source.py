@@ -31,8 +31,10 @@ class ImageDomain:
 
 
 def refuse_special_files(root: Path, uri: str) -> None:
-    """Check a data folder before a library reads it. Raises DataError with the names of pipes, sockets and devices, or
-    of a folder in it that cannot be listed.
+    """Check a data folder before a library reads it.
+
+    Raises:
+        DataError: names pipes, sockets and devices in it, or a folder that cannot be listed.
     """
     try:
         special = sorted(str(path) for path in special_files(root)) if root.is_dir() else []
