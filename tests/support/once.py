@@ -38,18 +38,23 @@ def _where_any(source: EnvSettingsSource) -> dict[str, Any]:
 
 
 def _copied(database: Database) -> None:
-    """An empty file gets a copy of the first one's tables; whatever else there is, is looked at as usual."""
+    """An empty file gets a copy of the first empty one's tables; whatever else there is, is looked at as usual.
+
+    A store that is opened again is no source: its rows would be in every later one.
+    """
     if type(database.backend) is not sqlite.SQLite:
         _migrate(database)
         return
     with _turn, contextlib.closing(database.backend.writer.raw_connection()) as connection:
         file: Any = connection.driver_connection
+        is_new = False
         with contextlib.suppress(sqlite3.Error):
-            if _is_empty(file):
+            is_new = _is_empty(file)
+            if is_new:
                 _tables.backup(file)
     _migrate(database)
     with _turn, contextlib.closing(database.backend.writer.raw_connection()) as connection:
-        if _is_empty(_tables):
+        if is_new and _is_empty(_tables):
             connection.driver_connection.backup(_tables)
 
 
