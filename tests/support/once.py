@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import tempfile
 import threading
 from functools import cache, partial
+from pathlib import Path
 from ssl import SSLContext
 from typing import Any
 
@@ -25,7 +27,7 @@ from promptfed.coordinator.store.database import Database
 _context, _named, _migrate = transports.create_ssl_context, EnvSettingsSource.__call__, opening.migrate
 _openapi, _descriptions = Application.openapi, list[dict[str, Any]]()
 _of_all = cache(_context)
-_tables, _turn = sqlite3.connect(":memory:", check_same_thread=False), threading.Lock()
+_turn = threading.Lock()
 
 
 def _read_once(verify: Any = True, cert: Any = None, trust_env: bool = True) -> SSLContext:
@@ -38,34 +40,33 @@ def _where_any(source: EnvSettingsSource) -> dict[str, Any]:
 
 
 def _copied(database: Database) -> None:
-    """An empty file gets a copy of the first empty one's tables; whatever else there is, is looked at as usual.
-
-    A store that is opened again is no source: its rows would be in every later one.
-    """
-    if type(database.backend) is not sqlite.SQLite:
-        _migrate(database)
-        return
-    with _turn, contextlib.closing(database.backend.writer.raw_connection()) as connection:
-        file: Any = connection.driver_connection
-        is_new = False
-        with contextlib.suppress(sqlite3.Error):
-            is_new = _is_empty(file)
-            if is_new:
-                _tables.backup(file)
+    """An empty file gets a copy of the tables; whatever else there is, is looked at as usual."""
+    if type(database.backend) is sqlite.SQLite:
+        with _turn, contextlib.closing(database.backend.writer.raw_connection()) as connection:
+            file: Any = connection.driver_connection
+            with contextlib.suppress(sqlite3.Error):
+                if file.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
+                    _tables().backup(file)
     _migrate(database)
-    with _turn, contextlib.closing(database.backend.writer.raw_connection()) as connection:
-        if is_new and _is_empty(_tables):
-            connection.driver_connection.backup(_tables)
+
+
+@cache
+def _tables() -> sqlite3.Connection:
+    """Those of a store that nobody has used: from one that was, its rows would be in every other."""
+    made = sqlite3.connect(":memory:", check_same_thread=False)
+    with tempfile.TemporaryDirectory() as folder:
+        database = Database(sqlite.SQLite(Path(folder) / "tables.sqlite3"))
+        _migrate(database)
+        with contextlib.closing(database.backend.writer.raw_connection()) as connection:
+            connection.driver_connection.backup(made)
+        database.close()
+    return made
 
 
 def _described(app: Application) -> dict[str, Any]:
     if not _descriptions:
         _descriptions.append(_openapi(app))
     return _descriptions[0]
-
-
-def _is_empty(connection: sqlite3.Connection) -> bool:
-    return connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None
 
 
 @cache
