@@ -93,8 +93,9 @@ def _base(payload: Mapping[str, Array], shapes: Mapping[str, Shape], names: list
     tensors: Arrays = {}
     for name in names:
         before = payload.get(name)
-        fits = before is not None and tuple(before.shape) == tuple(shapes[name])
-        tensors[name] = before if before is not None and fits else np.zeros(shapes[name])
+        if before is None or tuple(before.shape) != tuple(shapes[name]):
+            before = np.zeros(shapes[name])
+        tensors[name] = before
     return _flat(tensors, names)
 
 

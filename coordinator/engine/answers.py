@@ -51,7 +51,7 @@ def asked_task(session: Session | Database, federation: Federation, client: Clie
         raise problems.NotFound(f"this client has no task {task_id[:100]!r}")
     row, phase = row_and_phase
     accepted = select(func.coalesce(UpdateRow.sent, UpdateRow.sha256)).where(UpdateRow.task_id == row.id)
-    if federation.spec.secure_aggregation is not None and phase.kind != "evaluate":
+    if federation.spec.secure_aggregation is not None:
         accepted = select(ExchangeRow.digest).where(ExchangeRow.task_id == row.id)
     if phase.kind == "evaluate":
         accepted = select(EvaluationRow.digest).where(EvaluationRow.task_id == row.id)

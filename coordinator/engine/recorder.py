@@ -53,7 +53,7 @@ class Change:
     emitted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     completed: list[tuple[str, float]] = field(default_factory=list)
     _machine: Machine | None = None
-    _tasks: dict[str, OpenTask] | None = None
+    _tasks: dict[str, OpenTask] = field(default_factory=dict)
 
     def send(self, event: run_state.Event) -> None:
         """Step the round machine and write down what follows.
@@ -95,7 +95,7 @@ class Change:
 
     def remove_task(self, name: str) -> None:
         """The task of ``name`` is open no longer."""
-        if self._tasks is None or self.federation.tasks is not self._tasks:
+        if self.federation.tasks is not self._tasks:
             self._tasks = dict(self.federation.tasks)  # once, however many are answered together
             self.federation = replace(self.federation, tasks=self._tasks)
         self._tasks.pop(name, None)
