@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
-from promptfed.coordinator.domain import run_state
+from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.engine.recorder import Change, Changes, _Recorder
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow, PhaseRow, TaskRow
@@ -55,6 +56,39 @@ def test_facts_about_a_stage_are_rows_events_and_wakeups(
         about | {"asked": ["a"]}, {"clients": ["c"]}, about,
     ]  # fmt: skip
     assert [kind for kind, seconds in change.completed if seconds >= 0] == ["train"]
+
+
+def test_a_stage_opens_with_its_tasks_and_is_timed_until_its_end(
+    coordinator: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation, _, _ = open_first_phase(coordinator)
+    registry, now = coordinator.registry, [datetime(2030, 1, 1, tzinfo=UTC)]
+    monkeypatch.setattr(clock, "utc", lambda: now[0])
+    with registry.database.write() as session:
+        change = Change(session, registry.get(federation), queries.Batch(), registry.noise)
+        recorder = _Recorder(change, 1, 0)
+        stages: Any = (("train", 2.5), ("evaluate", 0.0))
+        for step, (kind, seconds) in enumerate(stages, 5):
+            recorder.write(run_state.Opened(1, step, kind, "it", ("b", "a"), 2, 1.5))
+            change.flush()
+            row = session.scalars(select(PhaseRow).where(PhaseRow.step == step)).one()
+            assert (row.kind, row.name, row.sample_size, row.extended) == (kind, "it", 2, False)
+            assert row.expected == (1.5 if kind == "train" else None), "what the noise of training is divided by"
+            mine = select(TaskRow.number, TaskRow.client).where(TaskRow.phase_id == row.id).order_by(TaskRow.number)
+            assert session.execute(mine).all() == [(0, "b"), (1, "a")]
+            about = {"round": 1, "phase": "it", "kind": kind}
+            assert change.emitted[-1] == ("phase-opened", about | {"asked": ["b", "a"]})
+            now[0] += timedelta(seconds=seconds)
+            recorder.write(run_state.Completed())
+        session.rollback()
+    assert change.completed == [("train", 2.5), ("evaluate", 0.0)]
+
+
+def test_what_a_block_has_held_is_written_with_the_rows_that_name_it() -> None:
+    change: Any = SimpleNamespace(batch=queries.Batch())
+    held: Any = SimpleNamespace(small={"sha256:a": b"a"}, keys={"sha256:b": "b/1"})
+    Change.keep(change, held)
+    assert (change.batch.blobs, change.batch.objects) == (held.small, held.keys)
 
 
 def test_an_attempt_that_failed_is_over_and_its_tasks_with_it(coordinator: InProcess) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from promptfed.coordinator.engine.registry import Waits, Wakeups, wait
+from promptfed.coordinator.engine.registry import Registry, Waits, Wakeups, wait
 from promptfed.coordinator.http import json_bodies, uploads
 from promptfed.coordinator.http.uploads import SMALL
 from promptfed.testing.clients import ScriptedClient, content_digest, secret_of, trained, update_body
@@ -171,3 +171,12 @@ def test_a_wakeup_is_missed_by_nobody() -> None:
         assert [await wait(c, PATIENCE), await wait(asyncio.Event(), 0.0)] == [True, False]
 
     asyncio.run(live())
+
+
+@pytest.mark.parametrize(
+    ("why", "reloading", "away"),
+    [(None, False, False), ("gone", False, True), (None, True, True), ("gone", True, True)],
+)
+def test_the_store_is_away_until_what_it_holds_is_taken_up_again(why: str | None, reloading: bool, away: bool) -> None:
+    registry: Any = SimpleNamespace(database=SimpleNamespace(away=why), _reloading=reloading)
+    assert Registry.away.__get__(registry) is away

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
+from promptfed.coordinator.domain.federation import Client
+from promptfed.coordinator.http import json_bodies
 from promptfed.coordinator.http import uploads as module
+from promptfed.coordinator.http.callers import ClientCaller
+from promptfed.coordinator.http.json_bodies import JsonBody
 from promptfed.coordinator.http.uploads import (
     HELD_BYTES,
     OF_ONE_CLIENT,
@@ -196,3 +200,19 @@ def test_a_digest_is_needed_and_the_body_s() -> None:
         else:
             with pytest.raises(DigestMismatch):
                 expect_digest(upload, "x")
+
+
+def test_json_of_a_client_counts_among_its_bodies_and_not_among_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads, client = Uploads(Nothing, 4, 1.0, 1.0), Client("a", "trainer", 9, (), id="cli-1", secret_digest=None)
+
+    async def caller(scope: object) -> Any:
+        return ClientCaller("f", client, active=True)
+
+    monkeypatch.setattr(json_bodies, "_caller", caller)
+    uploads._waiting_bytes = WAITING_BYTES
+    app = SimpleNamespace(state=SimpleNamespace(uploads=uploads))
+    body = JsonBody({"type": "http", "headers": [], "app": app}, coming(b"{").receive, 60.0)
+    assert asyncio.run(body())["body"] == b"{"
+    assert [(of, places.bodies) for of, places in uploads._by_client.items()] == [(("f", "a"), 1)]
+    assert not asyncio.run(body())["more_body"]
+    assert uploads._by_client == {}

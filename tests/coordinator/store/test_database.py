@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 
 from promptfed.coordinator.store import database as databases
+from promptfed.coordinator.store import sqlite as sqlites
 from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway, InUse
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.form import migrate
@@ -184,3 +187,43 @@ def test_a_full_disk_and_a_damaged_file_are_told_apart(error: Exception, full: b
         line = f"the database at here cannot be used: {cause}"
         advice = ": its file is damaged, put a backup back (docs/guides/backup.md)" if damaged else ""
         assert database.cannot_be_read(error) == line + advice
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "full", "damaged"),
+    [
+        (sqlite3.OperationalError, sqlite3.SQLITE_FULL, True, False),
+        (sqlite3.OperationalError, sqlite3.SQLITE_BUSY, False, False),
+        (sqlite3.OperationalError, sqlite3.SQLITE_IOERR, False, False),
+        (sqlite3.DatabaseError, sqlite3.SQLITE_CORRUPT, False, True),
+        (sqlite3.DatabaseError, sqlite3.SQLITE_NOTADB, False, True),
+        (sqlite3.OperationalError, sqlite3.SQLITE_CORRUPT_INDEX, False, True),
+        (sqlite3.IntegrityError, sqlite3.SQLITE_CONSTRAINT_UNIQUE, False, False),
+        (Exception, sqlite3.SQLITE_FULL, False, False),
+        (Exception, sqlite3.SQLITE_CORRUPT, False, False),
+    ],
+)
+def test_sqlite_says_by_its_code_what_is_wrong(kind: type[Exception], code: int, full: bool, damaged: bool) -> None:
+    """The low byte of an extended code is the code itself; what is no error of SQLite has none."""
+    cause = kind("x")
+    if kind is not Exception:
+        cause.sqlite_errorcode = code
+    backend, error = SQLite(Path("unused.sqlite3")), DBAPIError("x", {}, cause)
+    assert (backend.is_full(error), backend.is_damaged(error)) == (full, damaged)
+
+
+def test_one_connection_writes_and_what_is_erased_waits_little_for_readers(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer: Any = database.backend.writer
+    assert (writer.pool.size(), writer.pool._max_overflow) == (1, 0)
+    monkeypatch.setattr(sqlites, "READERS_MILLISECONDS", 1)
+    with database.read() as reader:
+        reader.execute(text("SELECT count(*) FROM events")).scalar()
+        with database.write() as session:
+            session.execute(text("CREATE TABLE more (id INTEGER)"))
+        began = time.monotonic()
+        database.erase()
+        assert time.monotonic() - began < 0.5 * sqlites.BUSY_MILLISECONDS / 1000
+    with database.write() as session:
+        assert session.execute(text("PRAGMA busy_timeout")).scalar() == sqlites.BUSY_MILLISECONDS

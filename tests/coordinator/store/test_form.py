@@ -129,3 +129,38 @@ def test_tables_of_another_program_are_left_alone(empty: Database) -> None:
         migrate(empty)
     with empty.read() as session:
         assert inspect(session.connection()).get_table_names() == ["clients"]
+
+
+def test_a_store_of_a_later_version_is_refused(empty: Database) -> None:
+    migrate(empty)
+    with empty.write() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '0999'"))
+    with pytest.raises(CannotOpen, match=r"was made by another version: .*: install the version that made it"):
+        migrate(empty)
+    with pytest.raises(CannotOpen, match="have the form 0999 instead of 0028"):
+        expect_this_version(empty)
+
+
+def test_no_tables_are_waited_for_where_they_may_be_made_yet(empty: Database) -> None:
+    with pytest.raises(CannotOpen, match="have the form None instead of 0028"):
+        expect_this_version(empty)
+    expect_this_version(empty, or_none=True)
+    migrate(empty)
+    expect_this_version(empty, or_none=True)
+    with empty.write() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '0027'"))
+    with pytest.raises(CannotOpen, match="have the form 0027 instead of 0028"):
+        expect_this_version(empty, or_none=True)
+
+
+def test_damaged_tables_are_said_to_be_damaged(database: Database, tmp_path: Path) -> None:
+    database.close()
+    path = tmp_path / "db.sqlite3"
+    content = path.read_bytes()
+    for damaged in (b"\xff" * len(content), content[:100] + b"\xff" * (len(content) - 100)):
+        path.write_bytes(damaged)
+        found = Database(SQLite(path))
+        for refuse in (migrate, expect_this_version):
+            with pytest.raises(CannotOpen, match="its file is damaged, put a backup back"):
+                refuse(found)
+        found.close()

@@ -203,6 +203,48 @@ def test_who_has_no_object_store_neither_takes_nor_keeps_a_turn(tmp_path: Path) 
     assert StandIn(backend._server) is not None
 
 
+def test_a_turn_that_is_stopped_or_over_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[bool] = []
+    for stopped, over in ((True, False), (False, True)):
+        turn = Turn(Database(StandIn.__new__(StandIn)))
+        monkeypatch.setattr(turn, "_take", lambda expects: tried.append(expects))
+        if over:
+            turn.end()
+        assert not turn.take(lambda stopped=stopped: stopped)
+    assert tried == []
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (DatabaseAway("it is\naway"), "waiting: it is away"),
+        (OperationalError("x", {}, Exception("no route")), "waiting: no route"),
+    ],
+)
+def test_a_turn_is_tried_for_until_it_comes(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another coordinator may be about to upgrade the tables: for ``upgrade_seconds`` no tables are expected."""
+    now, outcomes, expected = [1000.0], [error, error, False, True], list[bool]()
+    monkeypatch.setattr(turns, "boot_time", lambda: now[0])
+    turn = Turn(Database(StandIn.__new__(StandIn)))
+
+    def take(expects: bool) -> bool:
+        expected.append(expects)
+        if isinstance(outcome := outcomes.pop(0), Exception):
+            raise outcome
+        return outcome
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(turn, "_take", take)
+    monkeypatch.setattr(turn, "_ended", SimpleNamespace(wait=wait, is_set=lambda: False))
+    assert turn.take(lambda: False, 2 * turns.TRY_SECONDS)
+    assert expected == [False, False, True, True]
+    assert caplog.messages == [said], "said once"
+
+
 def test_only_the_session_of_the_row_is_terminated(postgres: PostgresServer) -> None:
     url = postgres.schema()
     first, second = (PostgreSQL(url, "http://same", holder) for holder in ("first", "second"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
+from promptfed.coordinator.problems import UpdatesMasked
 from promptfed.coordinator.resources.clients import operations
 from promptfed.shared.api.api_schemas import AuditEntry, check_chain
 from promptfed.shared.methods import METHODS
@@ -319,3 +322,19 @@ def test_a_kill_in_a_group_keeps_all_or_none_and_each_comes_again(tmp_path: Path
             answer = coordinator.client(federation, name).enrol(token)
             assert answer.status_code == (200 if name in known else 201)
         assert check_chain(log(coordinator))
+
+
+@pytest.mark.parametrize(
+    ("kind", "summed"),
+    [
+        (None, False),
+        *((kind, False) for kind in ("train", "share", "mask", "evaluate")),
+        ("confirm", True),
+        ("unmask", True),
+    ],
+)
+def test_an_update_can_be_dropped_until_its_masked_vector_is_there(kind: str | None, summed: bool) -> None:
+    stage = None if kind is None else SimpleNamespace(kind=kind)
+    federation: Any = SimpleNamespace(run=SimpleNamespace(stage=stage, round=3))
+    with pytest.raises(UpdatesMasked, match="of round 3") if summed else nullcontext():
+        operations.expect_discardable(federation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import text
 
 from promptfed.coordinator.aggregation import global_state
+from promptfed.coordinator.domain import clock
 from promptfed.coordinator.resources.clients import tokens
 from promptfed.shared.api.api_schemas import AuditEntry, BrokenChain, TokenRequest, check_chain
 from promptfed.shared.service.invitation import decode
@@ -32,6 +33,21 @@ def test_a_token_lets_in_one_client_unless_it_says_more(coordinator: InThread) -
     three = coordinator.token(federation, uses=3)
     answers = [coordinator.client(federation, name).enrol(three).status_code for name in "bcde"]
     assert answers == [201, 201, 201, 409]
+
+
+@pytest.mark.parametrize("hours", [0.5, 24 * 7])
+def test_a_token_ends_after_the_hours_that_it_was_asked_for(
+    hours: float, coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "utc", lambda: datetime(2030, 1, 1, tzinfo=UTC))
+    path = f"{coordinator.create()}/enrolment-tokens"
+    asked = [coordinator.post(path, {"hours": hours}, status=201)["expires_at"]]
+    named = {"name": "a", "role": "viewer", "hours": hours}
+    asked.append(coordinator.post("/v1/operators", named, status=201)["expires_at"])
+    assert {datetime.fromisoformat(one) for one in asked} == {datetime(2030, 1, 1, tzinfo=UTC) + timedelta(hours=hours)}
+    default = coordinator.post(path, status=201)["expires_at"]
+    own = timedelta(hours=coordinator.settings.token_hours)
+    assert datetime.fromisoformat(default) == datetime(2030, 1, 1, tzinfo=UTC) + own
 
 
 def test_a_token_for_one_role_lets_in_no_other(coordinator: InThread) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from promptfed.coordinator.resources.results.facts import Tally
+from promptfed.coordinator.resources.results import exports
+from promptfed.coordinator.resources.results.facts import Tally, known_of
+from promptfed.shared.api import export_card
+from promptfed.shared.api.api_schemas import SelectionView
 from promptfed.shared.api.report_schemas import SpentPrivacy
+from tests.support.coordinators import InProcess
+from tests.support.open_phases import completed
 
 
 def spent(epsilon: float | None, replaced: float | None, ledger: float, z: float, delta: float, noise: str) -> Any:
@@ -108,3 +114,37 @@ def test_the_cost_of_noise_at_the_coordinator_is_that_of_the_last_state(clients:
     assert figures == ((1.5, 1.5, 2.5, 0.5, "seeded") if told else (None, None, None, None, "central"))
     assert (found.level, found.unit, found.clip, found.clients) == ("client", "client", 0.5, clients or 0)
     assert (found.delta, found.noise_multiplier, found.rounds_counted) == (1e-5, 0.7, 1)
+
+
+def test_an_export_has_the_last_state_beside_a_chosen_one_and_says_what_it_is_for(
+    coordinator: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id, _ = completed(coordinator, "a", "b", rounds=2)
+    federation = coordinator.registry.get(id)
+    known = known_of(coordinator.registry, federation, 1)
+    chosen = SelectionView(round=1, value=0.5, compared=3)
+    usual = [export_card.STATE_FILE, export_card.MARKDOWN_FILE, export_card.JSON_FILE]
+    cases: Any = (
+        ("finished", chosen, 2, True), ("failed", chosen, 2, False), ("finished", None, 2, False),
+        ("finished", chosen, 1, False),
+    )  # fmt: skip
+    for state, selection, round, both in cases:
+        view = known.view.model_copy(update={"state": state, "round": round})
+        facts = known.facts.model_copy(update={"selection": selection})
+        files = exports.made(replace(known, view=view, facts=facts), federation)
+        assert sorted(files) == sorted([*usual, *([export_card.FINAL_FILE] if both else [])])
+        card = export_card.Card.model_validate_json(bytes(files[export_card.JSON_FILE]))
+        assert list(card.files) == sorted(files.keys() - {export_card.JSON_FILE})
+        assert (card.use.open_clip, card.use.promptfed, card.use.why_not_open_clip) == (
+            False,
+            True,
+            exports.NO_BACKBONE,
+        )
+        assert card.files[export_card.STATE_FILE] == known.state.file
+        if both:
+            assert card.files[export_card.FINAL_FILE] == known.final().file != known.state.file
+    unnamed = replace(known, view=known.view.model_copy(update={"class_names": None}))
+    for of, why in ((unnamed, None), (known, "it is personal")):
+        monkeypatch.setattr(exports, "why_not_alone", lambda method, context, why=why: why)
+        files = exports.made(of, federation)
+        assert not export_card.Card.model_validate_json(bytes(files[export_card.JSON_FILE])).use.promptfed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from base64 import b64encode
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 
 from promptfed.coordinator.problems import NormTooLarge, NotFound, PayloadGone, PrivacyMismatch
 from promptfed.coordinator.resources.tasks import reports, served, updates
+from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.messages import EvaluationRequest
 from promptfed.testing.clients import CLASSES
 from tests.support.coordinators import InProcess
@@ -118,3 +121,45 @@ def test_noisy_counts_cost_what_the_terms_give(event: dict[str, Any] | None, fit
     else:
         with pytest.raises(PrivacyMismatch, match=r"at most 3 counts with laplace noise of 0\.1"):
             reports._check_counts(federation, request)
+
+
+@pytest.mark.parametrize(
+    ("header", "accounted", "remembered", "quick"),
+    [
+        (10, False, True, True), (updates.QUICK_HEADER_BYTES, False, True, True),
+        (updates.QUICK_HEADER_BYTES + 1, False, True, False), (None, False, True, False), (10, True, True, False),
+        (10, False, False, False),
+    ],
+)  # fmt: skip
+def test_an_update_is_checked_where_nobody_waits_for_it(
+    header: int | None, accounted: bool, remembered: bool, quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the event loop if that is sure to be quick; one from the disk, or that asks the database, on a thread."""
+    here, found = threading.get_ident(), list[bool]()
+    monkeypatch.setattr(updates, "_admit", lambda *about: found.append(threading.get_ident() == here))
+    task = SimpleNamespace(payload_sha256="p")
+    registry: Any = SimpleNamespace(blobs=SimpleNamespace(remembered=lambda digest: b"" if remembered else None))
+    privacy = SimpleNamespace(protects_records=accounted)
+    federation: Any = SimpleNamespace(spec=SimpleNamespace(privacy=privacy), tasks={"a": task})
+    content = None if header is None else header.to_bytes(8, "little") + b"\xff" * 8
+    client: Any = SimpleNamespace(name="a")
+    upload = Upload(Path("x"), 16, "s", content=content)
+    assert not asyncio.run(updates.accept_update(registry, federation, client, "t", upload))
+    assert found == [quick]
+    for tasks in ({}, {"b": task}, {"a": SimpleNamespace(payload_sha256=None)}):
+        assert not updates._is_remembered(registry, SimpleNamespace(tasks=tasks), client)
+
+
+def test_what_all_tasks_tell_is_made_again_once_the_clients_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry: Any = SimpleNamespace(configs={})
+    monkeypatch.setattr(served, "config_of", lambda federation: object())
+
+    def of(members: object, clients: object, id: str = "f") -> Any:
+        federation: Any = SimpleNamespace(id=id, run=SimpleNamespace(members=members), clients=clients)
+        return served._config(registry, federation)
+
+    members, clients = ["a"], ["a"]
+    first = of(members, clients)
+    assert of(members, clients) is first
+    made = [first, of(members, clients, "another"), of(members, ["a"]), of(["a"], clients), of(members, clients)]
+    assert len(set(map(id, made))) == 5
