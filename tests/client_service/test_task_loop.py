@@ -370,6 +370,47 @@ def test_what_is_told_of_a_failure(error: Exception, said: str | None, tmp_path:
             asyncio.run(loop._carry_out(task, AsyncExitStack()))
 
 
+@pytest.mark.parametrize(("main", "shifted"), [(None, False), ((1.0, 0.25), True), ((1.0, 1.0), False)])
+def test_an_accuracy_is_counted_and_told_before_it_is_sent(
+    main: tuple[float, float] | None, shifted: bool, tmp_path: Path, anything: None
+) -> None:
+    """Outside of the client's turn, which waits for no other; twice where a coordinator was restored."""
+    loop, world, seen = loop_of(PrivateState(tmp_path), secure=False), World(tmp_path / "world", count=0), list[Any]()
+    task, following = world.task("evaluate", 0), world.task("train", 0, round=2)
+    figures = {"novel": SimpleNamespace(accuracy=0.0, one_answer=1.0, majority=0.0)}
+    if main is not None:
+        figures["test"] = SimpleNamespace(accuracy=0.75, one_answer=main[0], majority=main[1])
+    result = SimpleNamespace(splits=figures, zero_shot={"test": SimpleNamespace(accuracy=0.5)})
+
+    async def at_once(task: Task, job: Callable[[Callable[[], bool]], Any]) -> Any:
+        return job(lambda: False)
+
+    async def send(task_id: str, sent: Any, wait: int) -> Task:
+        seen.append((task_id, sent, wait, dict(loop.agreement.sent.sent), loop.monitor.stages[-1]))
+        return following
+
+    loop._watched, loop.work.evaluate, loop.coordinator.send_evaluation = at_once, lambda *given: result, send
+    for _ in range(2):
+        turn = AsyncExitStack()
+        turn.callback(seen.append, "turn over")
+        asyncio.run(loop._evaluate(task, turn))
+    sent = [(task.task_id, result, 15, {"evaluate train": 1}, "waiting")]
+    assert seen == ["turn over", *sent] * 2
+    about = {"round": 1, "rounds": 9}
+    told = ("evaluated", {**about, "accuracy": None if main is None else 0.75, "zero_shot": 0.5, "one_class": shifted})
+    assert loop.monitor.events == [told, ("again", {**about, "phase": "train"}), told]
+    assert (loop._next, loop._settled) == (following, {task.task_id})
+    assert (loop.agreement.sent.settled, loop.agreement.sent.restores) == (["evaluate train"], 1)
+
+    def changed(task: Task | None = None) -> None:
+        raise Failure("policy-changed", "the policy allows this no longer")
+
+    loop.work.expect_policy, before = changed, loop.agreement.sent
+    with pytest.raises(Failure):
+        asyncio.run(loop._evaluate(task, turn))
+    assert (len(seen), loop.agreement.sent) == (4, before)
+
+
 def test_who_has_withdrawn_ends_and_whose_policy_has_changed_sends_nothing(tmp_path: Path, anything: None) -> None:
     world = World(tmp_path / "world", count=1)
     world.keys(0)

@@ -14,7 +14,7 @@ import pytest
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining import invited
 from promptfed.client_service.settings import make_settings
-from promptfed.shared.service.digests import Damaged
+from promptfed.shared.service.digests import CONTENT, Damaged, field_of
 from promptfed.shared.service.invitation import Invitation
 from promptfed.shared.service.net import certificate_hash
 
@@ -98,6 +98,28 @@ def test_damaged_answers_are_asked_for_again_for_some_time(tmp_path: Path, monke
         monkeypatch.undo()
         invited._asked(settings.model_copy(update={"proxy": "ftp://p"}), context)
     assert end.value.exit is Exit.USAGE
+
+
+@pytest.mark.parametrize(("parts", "read"), [(1, 1), (2, 2), (3, 3), (9, 3)])
+def test_no_more_is_read_than_the_part_that_is_too_much(
+    parts: int, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings(coordinator="https://c", federation="pets", data="none", state_dir=tmp_path)
+    part, digests, asked = (
+        b"x" * (invited.MOST_BYTES // 2),
+        [b"x" * (invited.MOST_BYTES // 2) * read, b"y"],
+        list[str](),
+    )
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(str(request.url))
+        return httpx.Response(200, headers={CONTENT: field_of(digests.pop(0))}, content=iter([part] * parts))
+
+    monkeypatch.setattr(invited, "http_options", lambda *_: {"transport": httpx.MockTransport(answer)})
+    assert invited._asked(settings, ssl.create_default_context()) == part.decode() * read
+    with pytest.raises(Damaged):
+        invited._asked(settings, ssl.create_default_context())
+    assert asked == ["https://c/v1/authority"] * 2
 
 
 def test_a_state_folder_that_cannot_be_made_ends_the_client(tmp_path: Path) -> None:

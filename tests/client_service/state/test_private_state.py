@@ -650,6 +650,33 @@ def test_a_record_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
+def test_each_message_is_told_in_words(tmp_path: Path) -> None:
+    site, begin = SiteLog(tmp_path), {"to": "http://a"}
+    about = {"message": "update", "round": 2, "phase": "train", "bytes": 1234, "sha256": "ab"}
+    site.note("questions", {**begin, "asked": {"task": 2, "payload": 1}})
+    site.note("questions", {**begin, "asked": {}})
+    site.note("agreed", {"terms": "x"})
+    site.note("sent", {**begin, "message": "withdrawal"})
+    site.note("sent", {**begin, **about, "tensors": {"w": "F32 [2]"}, "fields": ["loss", "steps"]})
+    site.note("sent", {**begin, **about, "bytes": 2, "tensors": {}, "fields": []})
+    head, *lines = site_log.sent_lines(tmp_path, "text")
+    assert head == f"{tmp_path / FILE}: 3 messages of 1,236 bytes; no line was changed or removed"
+    assert lines[:2] == ["  update: 2 messages, 1,236 bytes", "  withdrawal: 1 message, 0 bytes"]
+    told = [line if line.startswith("    ") else line[21:] for line in lines[2:]]
+    asked = "requests without a body to http://a, also later in this hour; since the last such line:"
+    assert told == [
+        f"{asked} 2 for task, 1 for payload",
+        f"{asked} none",
+        "withdrawal to http://a",
+        "update, round 2, train to http://a, 1,234 bytes, sha256 ab",
+        "    tensor w: F32 [2]",
+        "    fields loss, steps",
+        "update, round 2, train to http://a, 2 bytes, sha256 ab",
+    ]
+    [written, *_] = read(tmp_path)
+    assert lines[2].startswith(f"{written['at'][:10]} {written['at'][11:19]}  ")
+
+
 def test_what_a_client_keeps_is_closed_to_others_whatever_the_umask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,16 @@ def test_what_does_not_fit_is_made_anew_and_nothing_is_put_out() -> None:
     assert cache.bytes == 800
 
 
+def test_the_image_that_is_there_is_held_and_another_as_far_as_there_is_room() -> None:
+    cache, make = ImageCache(max_bytes=800), Maker()
+    first, equal, second, third = (make() for _ in range(4))
+    assert cache.keep("a", first) is first
+    assert (cache.keep("a", equal) is first, cache.bytes) == (True, 400)
+    assert (cache.keep("b", second) is second, cache.bytes) == (True, 800), "just the room that there is"
+    assert (cache.keep("c", third), cache.bytes) == (None, 800)
+    assert cache.keep("a", third) is first
+
+
 def test_room_comes_back_with_the_last_holder() -> None:
     cache, make = ImageCache(max_bytes=800), Maker()
     one, other = HeldImages(cache), HeldImages(cache)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from promptfed.client_service.serving.page import page, page_file
 from promptfed.client_service.serving.prediction import OneImage, Predictor, Served
 from promptfed.client_service.serving.problems import ApiProblem
 from promptfed.client_service.state.private_state import TensorOrigin
+from promptfed.client_service.training import data as data_module
 from promptfed.client_service.training.data import TEST, ClientData, placed, split_by
 from promptfed.client_service.training.evaluation import Evaluation
 from promptfed.client_service.training.payloads import check_payload, known_sizes, phase_of
@@ -203,6 +205,46 @@ def test_features_of_patches_are_kept_and_sent(source: Source, backbone: Backbon
     for work in (lambda: data.keep_patches("test"), lambda: data.features("test")):
         with pytest.raises(TaskCancelled):
             work()
+
+
+def test_features_are_computed_once_under_a_bar_that_is_asked_for(
+    source: Source, backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars = list[dict[str, Any]]()
+
+    class Bar:
+        def __init__(self, **given: Any) -> None:
+            bars.append({**given, "done": 0})
+
+        def update(self, images: int) -> None:
+            bars[-1]["done"] += images
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """It is gone."""
+
+    monkeypatch.setattr(data_module, "tqdm", Bar)
+    data = ClientData(source, backbone, FeatureCache(tmp_path))
+    found = [data.features("train", bar=True), data.features("train"), data.features("test")]
+    assert found[0] is found[1]
+    count, tests = len(source.train), len(source.test)
+    assert bars == [
+        {"total": count, "desc": "features of train images", "leave": False, "disable": None, "done": count},
+        {"total": tests, "desc": "", "leave": False, "disable": True, "done": tests},
+    ]
+    raw = data.features("train", raw=True)
+    torch.testing.assert_close(raw / raw.norm(dim=1, keepdim=True), found[0])
+    assert not torch.allclose(raw, found[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("grey", [None, (0, 4095)])
+def test_pictures_are_read_by_the_scale_of_the_training_data(grey: Any, source: Source, backbone: Backbone) -> None:
+    train = source.train.select(torch.tensor([0]))
+    train.grey = grey
+    data = ClientData(replace(source, train=train), backbone, cast(Any, None))
+    assert data.greys == (() if grey is None else (grey,))
 
 
 def work_of(**given: Any) -> Any:

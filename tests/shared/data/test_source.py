@@ -145,7 +145,7 @@ class Process:
 
     def __init__(self, answers: bytes, ended: bool = False) -> None:
         self.stdin, self.stdout = io.BytesIO(), io.BufferedReader(io.BytesIO(answers))
-        self.ended, self.killed = ended, 0
+        self.ended, self.killed, self.waited = ended, 0, 0
 
     def poll(self) -> int | None:
         return 1 if self.ended else None
@@ -154,7 +154,7 @@ class Process:
         self.killed += 1
 
     def wait(self) -> None:
-        """It has ended."""
+        self.waited += 1
 
 
 FACTS, WHOLE = b'{"facts": {"frames": 2}}\n', b'{"mode": "L", "size": [2, 1], "bytes": 2}\nab'
@@ -195,6 +195,7 @@ def test_a_child_that_ends_is_asked_once_more(
             child._running()
     child.close()
     assert child._process is None
+    assert all(one.waited == one.killed and one.stdin.closed and one.stdout.closed for one in begun), "none is left"
 
 
 def test_a_child_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
