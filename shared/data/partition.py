@@ -87,7 +87,7 @@ def _dealt(class_count: int, each: int, clients: int, seed: int) -> list[list[in
     """Shuffled classes: ``each`` classes for every client except the last, which gets the rest."""
     order = _rng(seed, "pathological").permutation(class_count).tolist()
     parts = [order[k * each : (k + 1) * each] for k in range(clients - 1)]
-    return [sorted(part) for part in [*parts, order[(clients - 1) * each :]]]
+    return [*parts, order[(clients - 1) * each :]]
 
 
 def class_counts(labels: Tensor, classes: int) -> list[int]:
@@ -244,7 +244,7 @@ def whole_groups(
     tested = {names[k] for k in order[:cut]}
     is_test = torch.tensor([group in tested for group in groups])
     train = (~is_test).nonzero()[:, 0]
-    lacking = [] if labels.ndim == 2 else sorted(set(labels.tolist()) - set(labels[train].tolist()))
+    lacking = set[int]() if labels.ndim == 2 else set(labels.tolist()) - set(labels[train].tolist())
     if lacking:
         raise DataError(
             f"{uri}: all images of {len(lacking)} of the classes are of groups that are tested on; give splits, or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -268,15 +269,41 @@ def test_drawn_shares_stay_the_same(alpha: float) -> None:
     assert [[rows.tolist() for rows in part] for part in found] == DRAWN[alpha]
 
 
-@pytest.mark.parametrize(
-    ("classes", "each", "share", "alpha", "first"),
-    [(6, 11, 0.49, 0.5, 30), (10, 11, 0.49, 0.5, 54), (6, 11, 0.49, 1.0, 32), (6, 3, 0.45, 0.5, 6),
-     (6, 3, 0.45, 1.0, 8), (6, 1, 0.45, 0.5, 3), (1, 3, 0.2, 0.5, 1)],
-)  # fmt: skip
+@pytest.mark.parametrize(("classes", "each", "shares", "alpha", "sizes"), [
+    (6, 11, (0.49, 0.51), 0.5, [30, 36]), (10, 11, (0.49, 0.51), 0.5, [54, 56]), (6, 11, (0.49, 0.51), 1.0, [32, 34]),
+    (6, 3, (0.45, 0.55), 0.5, [6, 12]), (6, 3, (0.45, 0.55), 1.0, [8, 10]), (6, 1, (0.45, 0.55), 0.5, [3, 3]),
+    (1, 3, (0.2, 0.8), 0.5, [1, 2]), (12, 10, (0.434, 0.566), 0.5, [48, 72]), (6, 1, (0.2, 0.8), 0.5, [0, 6]),
+    (3, 1, (0.45, 0.55), 0.5, [1, 2]), (2, 2, (0.25, 0.75), 0.5, [0, 4]), (6, 2, (0.375, 0.25, 0.375), 0.5, [5, 3, 4]),
+    (6, 1, (0.3, 0.69, 0.01), 0.5, [2, 4, 0]), (6, 1, (0.3, 0.69, 0.01), 1.0, [2, 3, 1]),
+])  # fmt: skip
 def test_cuts_are_rounded_in_each_class_where_that_is_fair(
-    classes: int, each: int, share: float, alpha: float, first: int
+    classes: int, each: int, shares: tuple[float, ...], alpha: float, sizes: list[int]
 ) -> None:
-    """The first of two clients; rounding may move 3·√(C/6) images, but no more than half of an even part."""
-    labels, shares = torch.arange(classes).repeat_interleave(each), np.tile([share, 1 - share], (classes, 1))
-    sizes = [len(rows) for rows in partition._by_shares(labels, shares, 0, 0, alpha)]
-    assert sizes == [first, classes * each - first]
+    """Rounding may move a client by 3·√(C/6) images or one, but by no more than half of an even part."""
+    labels = torch.arange(classes).repeat_interleave(each)
+    parts = partition._by_shares(labels, np.tile(shares, (classes, 1)), 0, 0, alpha)
+    assert [len(rows) for rows in parts] == sizes
+
+
+@pytest.mark.parametrize(("shares", "sizes", "counts"), [
+    ([(0.55, 0.44, 0.01), (0.495, 0.504, 0.001)], (1, 10), [[0, 0, 1], [5, 5, 0]]),
+    ([(0.46, 0.37, 0.16, 0.01)] * 2, (0, 5), [[0] * 4, [1, 2, 1, 1]]),  # of the first class there is none to give
+])  # fmt: skip
+def test_who_has_most_gives_of_the_class_furthest_above_its_share(shares: Any, sizes: Any, counts: Any) -> None:
+    assert partition._evenly(np.array(shares), np.array(sizes), True).tolist() == counts
+
+
+def test_every_class_of_any_split_has_shares_and_an_endless_alpha_shares_evenly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes, divide = set(), partition._by_shares
+    monkeypatch.setattr(partition, "_by_shares", lambda *given: shapes.add(given[1].shape) or divide(*given))
+    for splits in ([torch.arange(3), torch.zeros(3)], [torch.zeros(3), torch.arange(3)]):
+        parts = partition.dirichlet([labels.long() for labels in splits], 2, float("inf"), 0)
+        assert [sorted(map(len, part)) for part in parts] == [[1, 2]] * 2
+    assert shapes == {(3, 2)}
+
+
+def test_two_images_of_several_labels_are_divided_and_a_single_one_is_trained_on() -> None:
+    train, test = partition.train_test(torch.tensor([[1, 0], [1, 0], [0, 1]]), 0)
+    assert (len(train), 2 in train.tolist(), len(test)) == (2, True, 1)

@@ -769,6 +769,7 @@ def test_images_are_divided_by_their_rarest_class() -> None:
     labels = torch.tensor([[1, 1, 0], [1, 0, 0], [1, -1, 1], [0, 0, 0], [1, 1, -1]], dtype=torch.int8)
     assert strata(labels).tolist() == [1, 0, 2, 3, 1]
     assert class_counts(labels, 3) == [4, 2, 1]
+    assert strata(torch.tensor([[0, 1], [0, 1]])).tolist() == [1, 1], "all images have it, and none the rarer one"
     parts = [open_source(f"{SCENES}&partition=dirichlet&alpha=0.3&clients=3&client={k}") for k in range(3)]
     assert sum(len(part.train) for part in parts) == 300
     given = torch.cat([part.train.labels for part in parts])
