@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.exceptions import HTTPException
 
 from promptfed.coordinator.domain.federation import Client
 from promptfed.coordinator.http import json_bodies
@@ -15,7 +17,9 @@ from promptfed.coordinator.http import uploads as module
 from promptfed.coordinator.http.callers import ClientCaller
 from promptfed.coordinator.http.json_bodies import JsonBody
 from promptfed.coordinator.http.uploads import (
+    BEHIND_SECONDS,
     HELD_BYTES,
+    LEAST_RATE,
     OF_ONE_CLIENT,
     SMALL,
     WAITING_BYTES,
@@ -28,6 +32,7 @@ from promptfed.coordinator.http.uploads import (
 from promptfed.coordinator.problems import DigestMismatch, DigestMissing, IncompleteBody, TooManyUploads, UploadTimeout
 from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.upload import Upload
+from promptfed.shared.service import digests
 
 Nothing: Any = None
 
@@ -202,13 +207,17 @@ def test_a_digest_is_needed_and_the_body_s() -> None:
                 expect_digest(upload, "x")
 
 
+def caller_of(found: object) -> Any:
+    async def caller(scope: object) -> object:
+        return found
+
+    return caller
+
+
 def test_json_of_a_client_counts_among_its_bodies_and_not_among_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     uploads, client = Uploads(Nothing, 4, 1.0, 1.0), Client("a", "trainer", 9, (), id="cli-1", secret_digest=None)
 
-    async def caller(scope: object) -> Any:
-        return ClientCaller("f", client, active=True)
-
-    monkeypatch.setattr(json_bodies, "_caller", caller)
+    monkeypatch.setattr(json_bodies, "_caller", caller_of(ClientCaller("f", client, active=True)))
     uploads._waiting_bytes = WAITING_BYTES
     app = SimpleNamespace(state=SimpleNamespace(uploads=uploads))
     body = JsonBody({"type": "http", "headers": [], "app": app}, coming(b"{").receive, 60.0)
@@ -216,3 +225,80 @@ def test_json_of_a_client_counts_among_its_bodies_and_not_among_bytes(monkeypatc
     assert [(of, places.bodies) for of, places in uploads._by_client.items()] == [(("f", "a"), 1)]
     assert not asyncio.run(body())["more_body"]
     assert uploads._by_client == {}
+
+
+RATE, BEHIND = LEAST_RATE, BEHIND_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("seconds", "parts", "until"),
+    [
+        (9.0, [(0, 0), (1, 0)], [9, 9]),
+        (60.0, [(0, RATE), (0, 5 * RATE), (0, 0)], [BEHIND, BEHIND, BEHIND]),
+        (60.0, [(9, RATE), (15, 2 * RATE), (20, 0)], [BEHIND, BEHIND + 1, BEHIND + 3]),
+        (60.0, [(10, 99 * RATE), (11, 0)], [BEHIND, 10 + BEHIND]),
+        (60.0, [(19, 99 * RATE), (38, 99 * RATE), (50, 99 * RATE), (51, 0)], [BEHIND, 19 + BEHIND, 38 + BEHIND, 60]),
+    ],
+)
+def test_json_may_be_behind_for_a_while_and_has_to_be_whole_in_time(
+    seconds: float, parts: list[tuple[float, int]], until: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part comes at its moment; it moves the end of what is waited for by what it is ahead, and no further."""
+    now, ends, coming = [1000.0], list[float](), iter(parts)
+
+    async def receive() -> Any:
+        at, size = next(coming)
+        now[0] = 1000.0 + at
+        return {"type": "http.request", "body": bytes(size), "more_body": len(ends) < len(parts)}
+
+    loop = SimpleNamespace(time=lambda: now[0])
+    given = {"get_running_loop": lambda: loop, "timeout_at": lambda end: ends.append(end - 1000.0) or nullcontext()}
+    monkeypatch.setattr(json_bodies, "_caller", caller_of("an operator"))
+    monkeypatch.setattr(json_bodies, "asyncio", SimpleNamespace(**given))
+    body = JsonBody({"type": "http", "headers": []}, receive, seconds)
+
+    async def read() -> int:
+        size, more = 0, True
+        while more:
+            message = await body()
+            size, more = size + len(message["body"]), message["more_body"]
+        return size
+
+    assert asyncio.run(read()) == sum(size for _, size in parts)
+    assert ends == until
+
+
+PART, END, GONE = ({"type": "http.request", "body": b"ab", "more_body": True}, {"type": "http.request", "body": b"cd"},
+                   {"type": "http.disconnect"})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("messages", "announced", "refused"),
+    [
+        ([PART, END], None, None), ([PART, END], b"abcd", None), ([PART, END], b"cd", DigestMismatch),
+        ([PART, PART], b"x", None), ([PART, GONE], b"abcd", None), ([PART, PART, END], None, HTTPException),
+        ([PART, PART, END], b"ababcd", HTTPException), ([PART], None, HTTPException),
+    ],
+)  # fmt: skip
+def test_json_is_taken_whole_up_to_its_limit_and_with_its_digest(
+    messages: list[Any], announced: bytes | None, refused: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has no end within its time is refused like what is too long; what was broken off is not compared."""
+    monkeypatch.setattr(json_bodies, "JSON_BYTES", 4)
+    monkeypatch.setattr(json_bodies, "_caller", caller_of("an operator"))
+    header = [] if announced is None else [(b"content-digest", digests.field_of(announced).encode())]
+    left = list(messages)
+
+    async def receive() -> Any:
+        return left.pop(0) if left else await asyncio.sleep(60)
+
+    body = JsonBody({"type": "http", "headers": header}, receive, 60.0 if len(messages) > 1 else 0.01)
+
+    async def read() -> None:
+        for _ in range(max(2, len(messages))):
+            await body()
+
+    with nullcontext() if refused is None else pytest.raises(refused) as told:
+        asyncio.run(read())
+    if refused is HTTPException:
+        assert told.value.status_code == (413 if len(messages) == 3 else 408)

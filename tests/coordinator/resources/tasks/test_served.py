@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from base64 import b64encode
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,3 +164,37 @@ def test_what_all_tasks_tell_is_made_again_once_the_clients_have_changed(monkeyp
     assert of(members, clients) is first
     made = [first, of(members, clients, "another"), of(members, ["a"]), of(["a"], clients), of(members, clients)]
     assert len(set(map(id, made))) == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "sha256", "new"), [(b"x", "sent", True), (b"x", "sent", False), (None, "expanded", True)]
+)
+def test_an_update_is_kept_with_the_digest_it_came_with_and_counted_once(
+    content: bytes | None, sha256: str, new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is moved and synced on a thread."""
+    here, kept, entered, counted = threading.get_ident(), list[bool](), list[Any](), list[int]()
+    whole = SimpleNamespace(
+        content=content, sha256=sha256, keep=lambda held: kept.append(threading.get_ident() == here)
+    )
+    monkeypatch.setattr(updates, "_admit", lambda *about: (whole, {"norm": 2.0}))
+
+    async def submit(answer: Any) -> bool:
+        assert len(kept) == 1, "before its row is written"
+        entered.append(answer)
+        return new
+
+    registry: Any = SimpleNamespace(
+        blobs=SimpleNamespace(hold=lambda: nullcontext("held")),
+        committer=SimpleNamespace(submit=submit),
+        metrics=SimpleNamespace(bytes_up=SimpleNamespace(inc=counted.append)),
+    )
+    spec, client = SimpleNamespace(privacy=SimpleNamespace(protects_records=True)), SimpleNamespace(name="a")
+    federation: Any = SimpleNamespace(id="f", spec=spec)
+    upload: Any = Upload(Path("x"), 16, "sent", content=content)
+    assert asyncio.run(updates.accept_update(registry, federation, client, "t", upload)) is new
+    assert kept == [content is not None]
+    [answer] = entered
+    row = {"norm": 2.0, "sha256": sha256, "sent": None if sha256 == "sent" else "sent", "bytes": 16, "stored": True}
+    assert (answer.row, answer.digest, answer.kind, answer.held) == (row, "sent", "train", "held")
+    assert counted == ([16] if new else [])
