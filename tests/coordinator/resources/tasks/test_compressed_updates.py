@@ -5,6 +5,7 @@ The fixtures of this folder compare memory with what a restart would load after 
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 import torch
 
 from promptfed.coordinator.resources.tasks import updates
+from promptfed.coordinator.store.blobs import digest_of
+from promptfed.coordinator.store.upload import Upload
+from promptfed.shared.tensors import encode
 from promptfed.shared.tensors.compression import added, compressed, decompressed
 from promptfed.shared.tensors.torch_tensors import arrays_of, tensors_of
 from promptfed.testing.clients import SHAPE, ScriptedClient, update_body
@@ -161,6 +165,41 @@ def test_a_small_body_of_a_large_change_becomes_a_file(coordinator: InThread) ->
     assert clients[1].send(tasks[1], wrong).status_code == 422
     assert clients[0].send(tasks[0], body).status_code == 200
     assert not list(coordinator.registry.blobs.incoming.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "small", "stays"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_what_a_change_stands_for_is_in_memory_if_both_are_small(
+    in_memory: bool, small: bool, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payload = {"context": np.full((4, 8), 2.0, np.float32)}
+    change = compressed({"context": np.full((4, 8), 0.5, np.float32)}, "bf16", np.random.default_rng(0))
+    sent, path = encode(change, {"task_id": "t"}), tmp_path / "body"
+    path.write_bytes(sent)
+    asked = SimpleNamespace(expected_update=lambda *_: {"context": ((4, 8), "float32")})
+    federation: Any = SimpleNamespace(
+        spec=SimpleNamespace(compression=SimpleNamespace(up="bf16")), method=asked, method_phase=lambda *_: None,
+        context=lambda: None,
+    )  # fmt: skip
+    blobs: Any = SimpleNamespace(
+        place=lambda digest: encode(payload), is_small=lambda size: size == 4 * 8 * 4 and small
+    )
+    task: Any = SimpleNamespace(round=1, step=0, payload_sha256="p")
+    upload = Upload(path, len(sent), digest_of(sent), content=sent if in_memory else None)
+    nobody: Any = None
+    whole = encode({"context": np.full((4, 8), 2.5, np.float32)}, {"task_id": "t"})
+    made = updates.expanded(blobs, federation, nobody, task, upload)
+    assert (made.content, made.sha256, made.size) == (whole if stays else None, digest_of(whole), len(whole))
+    assert path.read_bytes() == (sent if stays else whole)
+    monkeypatch.setattr(updates, "encode_file", lambda update, draft, about: draft.write_bytes(b"") or 1 / 0)
+    if not stays:
+        path.write_bytes(sent)
+        with pytest.raises(ZeroDivisionError):
+            updates.expanded(blobs, federation, nobody, task, upload)
+    assert list(tmp_path.iterdir()) == [path], "no draft is left"
+    federation.spec.compression.up = "none"
+    assert updates.expanded(blobs, federation, nobody, task, upload) is upload
 
 
 def test_plain_updates_are_refused_where_compressed_ones_are_asked_for(coordinator: InThread) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from promptfed.coordinator.domain import clock
 from promptfed.coordinator.problems import NormTooLarge, NotFound, PayloadGone, PrivacyMismatch
 from promptfed.coordinator.resources.tasks import reports, served, updates
 from promptfed.coordinator.store.upload import Upload
@@ -59,6 +60,7 @@ def test_a_small_payload_in_memory_comes_within_the_task(
     federation, _, (task, _) = open_first_phase(coordinator, class_names=CLASSES)
     registry, size = coordinator.registry, task["payload"]["bytes"]
     found = registry.get(federation)
+    ends = found.run.stage.deadline if found.run.stage else 0.0
     own = found.tasks["a"]
     content = registry.blobs.read(own.payload_sha256 or "")
     sizes: list[int] = []
@@ -69,6 +71,11 @@ def test_a_small_payload_in_memory_comes_within_the_task(
         assert told.payload.data == (b64encode(content).decode() if there else None)
     assert sizes == [size]
     assert (told.round, told.phase, told.secure, told.selected) == (1, own.phase, None, None)
+    assert told.deadline.isoformat(timespec="milliseconds") == (found.deadline or "").replace("Z", "+00:00")
+    for left, shown in ((12.34567, 12.346), (-1.0, 0.0)):
+        told_by = {"monotonic": lambda left=left: ends - left, "parse": clock.parse, "now": clock.now}
+        monkeypatch.setattr(served, "clock", SimpleNamespace(**told_by))
+        assert served.message(registry, found, own, False).seconds_left == pytest.approx(shown, abs=1e-6)
     caller: Any = SimpleNamespace(federation=found, client=SimpleNamespace(name="a"))
     assert served.is_at_hand(registry, caller, own.id)
     assert not served.is_at_hand(registry, caller, "another")
@@ -97,6 +104,34 @@ def test_a_change_is_as_long_as_it_may_be(own: float | None, monkeypatch: pytest
             ):
                 updates._check_change(federation, tensors, payload)
     assert seen == [10, 10]
+
+
+@pytest.mark.parametrize("content", [b"x", None])
+def test_an_update_is_as_long_as_any_may_be(content: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long its payload was; one in memory is at hand for the aggregate."""
+    kept: list[Any] = []
+    blobs = SimpleNamespace(place=lambda digest: b"", admitted=SimpleNamespace(add=lambda *what: kept.append(what)))
+    federation: Any = SimpleNamespace(
+        method=SimpleNamespace(expected_update=lambda *_: None), method_phase=lambda *_: None, context=lambda: None,
+        privacy=None,
+    )  # fmt: skip
+    about = {"task_id": "t", "payload_sha256": "sha256:" + "0" * 64, "metrics": {"loss": 0.5}}
+    upload: Any = SimpleNamespace(tensors=lambda: ({}, about), content=content, sha256="s", size=9)
+    task: Any = SimpleNamespace(id="t", round=1, step=0, payload_sha256=about["payload_sha256"])
+    for name, found in {"_check_change": 0.25, "_payload_tensors": {}, "spent_by": None, "kept_numbers": {}}.items():
+        monkeypatch.setattr(updates, name, lambda *_, found=found: found)
+    monkeypatch.setattr(updates.client_numbers, "of_training", lambda *_, **how: [])
+    registry, nobody = SimpleNamespace(blobs=blobs, database=None), None
+    given: Any = (registry, federation, nobody, task, upload)
+    longest = updates.LARGEST_NORM
+    for size in (longest, np.nextafter(longest, np.inf)):
+        monkeypatch.setattr(updates, "check", lambda *_, size=size: size)
+        if size == longest:
+            assert updates._examine(*given) == {"norm": size, "metrics": {}, "spent": None}
+        else:
+            with pytest.raises(NormTooLarge, match=r"no federation takes more than 1e\+09: training has diverged"):
+                updates._examine(*given)
+    assert kept == ([("s", ({}, 0.25), 9)] if content is not None else [])
 
 
 COUNTS = {"mechanism": "laplace", "q": 1.0, "z": 0.1, "count": 3}
