@@ -73,6 +73,13 @@ def test_what_a_cache_makes_is_closed_to_others_whatever_the_umask(home: Path, t
     assert {str(path): oct(path.stat().st_mode & 0o077) for path in made if path.stat().st_mode & 0o077} == {}
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o710, 0o701, 0o500])
+def test_an_own_folder_is_closed_again_and_its_owner_may_write(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own").chmod(mode)
+    assert machine.own_folder(tmp_path / "own").stat().st_mode & 0o777 == 0o700
+
+
 def test_a_cache_to_which_a_link_leads_is_not_used(home: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o755)
@@ -194,6 +201,47 @@ def test_a_lock_is_one_holders_until_it_is_closed(
     assert machine._found("json") is not None
 
 
+def test_the_system_itself_waits_for_a_lock_and_counts_sleep_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    counts = SimpleNamespace(flock=lambda *given: asked.append(given), LOCK_EX=2, LOCK_NB=4)
+    monkeypatch.setattr(machine, "_fcntl", counts)
+    machine.lock(7)
+    assert machine.try_lock(8)
+    assert asked == [(7, 2), (8, 2 | 4)]
+    for clocks, seconds in ({"CLOCK_BOOTTIME": 5, "clock_gettime": lambda kind: kind}, 5), ({}, 3):
+        monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: 3, **clocks))
+        assert machine.boot_time() == seconds
+
+
+def test_folders_modes_and_processors_with_and_without_what_a_system_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = list[int]()
+    monkeypatch.setattr(os, "fsync", synced.append)
+    machine.sync_folder(tmp_path)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(synced[0])
+    (file := tmp_path / "file").touch(mode=0o600)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 5, 9} if process == 0 else {1}, raising=False)
+    with file.open() as opened:
+        machine.set_mode(opened.fileno(), 0o640)
+        assert machine.processors() == 3
+        for name in ("fchmod", "sched_getaffinity", "geteuid"):
+            monkeypatch.delattr(os, name)
+        monkeypatch.setattr(machine, "_fcntl", None)
+        machine.set_mode(opened.fileno(), 0o600)
+    assert file.stat().st_mode & 0o777 == 0o640
+    machine.sync_folder(tmp_path)
+    machine.expect_own(file)
+    assert len(synced) == 1
+    for known, told in ((6, 6), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda known=known: known)
+        assert machine.processors() == told
+    monkeypatch.setattr(Path, "exists", lambda path: path == tmp_path)
+    for _ in range(2):  # somebody else has made it meanwhile
+        machine.make_folder(tmp_path / "a")
+
+
 class Limits:
     """As of the module `resource`."""
 
@@ -265,6 +313,7 @@ def test_signals_and_lines_reach_the_loop(monkeypatch: pytest.MonkeyPatch, windo
             lines = [await machine.line_of(stream)]
             os.close(writing)
             lines.append(await machine.line_of(stream))
+            assert not loop.remove_reader(stream.fileno()), "nobody reads on"
         return stopped, lines
 
     assert asyncio.run(work()) == ([signal.SIGTERM, signal.SIGINT], ["one\n", ""])

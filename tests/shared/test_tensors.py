@@ -6,9 +6,11 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 import struct
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from promptfed.shared.tensors.torch_tensors import check, decode, decode_place, 
 
 GOOD = {"context": torch.arange(6, dtype=torch.float32).reshape(2, 3), "bias": torch.zeros(0, 4)}
 EXPECTED = {"context": ((2, 3), "float32")}
+LETTERS = list("qwertyuiop")
 
 
 def test_encode_and_decode_agree() -> None:
@@ -35,11 +38,10 @@ def test_encode_and_decode_agree() -> None:
 
 def test_tensors_are_read_in_order_of_name(tmp_path: Path) -> None:
     """The noise of a protected task is drawn for them in order."""
-    names = list("qwertyuiop")
-    body = encode({name: torch.zeros(2) for name in names})
+    body = encode({name: torch.zeros(2) for name in LETTERS})
     (tmp_path / "body").write_bytes(body)
     for read, place in ((decode, body), (decode_place, tmp_path / "body")):
-        assert list(read(place)[0]) == sorted(names)
+        assert list(read(place)[0]) == sorted(LETTERS)
 
 
 def test_no_tensor_at_all_travels_too() -> None:
@@ -79,6 +81,23 @@ WRONG = [
 def test_check_names_what_is_wrong(tensors: dict[str, torch.Tensor], kind: str, says: str) -> None:
     with pytest.raises(TensorError, match=says) as caught:
         check(tensors, EXPECTED)
+    assert caught.value.kind == kind
+
+
+FLOATS = dict.fromkeys(LETTERS, ((2,), "float32"))
+ALL_WRONG: list[tuple[str, Any, Any, str]] = [
+    ("unknown-tensor", torch.zeros(2), {}, "was not asked for; expected tensors: none"),
+    ("missing-tensor", None, FLOATS, "is missing; expected tensors: e, i, o, p, q, r, t, u, w, y"),
+    ("wrong-shape", torch.zeros(1), FLOATS, "has shape (1,); expected (2,)"),
+    ("wrong-dtype", torch.zeros(2, dtype=torch.float64), FLOATS, "is float64; float32 was asked for"),
+    ("not-finite", torch.full((2,), math.inf), FLOATS, "holds NaN or infinity"),
+]
+
+
+@pytest.mark.parametrize(("kind", "each", "expected", "says"), ALL_WRONG)
+def test_of_several_wrong_tensors_the_first_by_name_is_named(kind: str, each: Any, expected: Any, says: str) -> None:
+    with pytest.raises(TensorError, match=re.escape(f"tensor 'e' {says}") + "$") as caught:
+        check({} if each is None else dict.fromkeys(LETTERS, each), expected)
     assert caught.value.kind == kind
 
 

@@ -268,10 +268,17 @@ def test_towers_say_what_they_cannot_take(small: Any) -> None:
     assert reasons == ["it pools by 'none'", "it is not batch-first"]
     foreign = altered(text)
     foreign.text = torch.nn.Linear(1, 1)
-    foreign.text.config = SimpleNamespace(hidden_size=0, d_model=12)
+    assert TextTower(foreign).width == 0, "it does not say"
+    for config, width in (
+        ({"hidden_size": 8, "d_model": 12}, 8),
+        ({"hidden_size": 8}, 8),
+        ({}, 0),
+        ({"d_model": 12}, 12),
+    ):
+        foreign.text.config = SimpleNamespace(**config)
+        assert TextTower(foreign).width == width
     tower = TextTower(foreign)
     assert tower.flags.refusal == "it is a Linear, not a text transformer of open_clip"
-    assert tower.width == 12
     with pytest.raises(BackboneError, match="takes no prompts: it is a Linear"):
         tower.require()
 

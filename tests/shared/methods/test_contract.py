@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -18,6 +19,7 @@ from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.shared import methods
+from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.data import open_source
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method, method_class, method_for, resolve_spec
@@ -33,6 +35,8 @@ from promptfed.shared.spec.sections import SecureAggregationSpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec
 from promptfed.shared.tensors import TensorError, Tensors, TensorSpec
 from promptfed.shared.tensors.torch_tensors import TorchDraws
+from tests.shared.methods.conftest import NAMES as MANY
+from tests.shared.methods.conftest import Make
 from tests.shared.spec.test_effects import costs_are_computed_coarsely as costs_are_computed_coarsely
 from tests.support.equality import assert_values
 from tests.support.textless import MODEL, textless_backbone
@@ -342,6 +346,10 @@ def test_a_method_of_a_package_is_one_of_the_methods(install: Install, registry:
     assert registry.package("promptfl") is None
 
 
+def test_our_own_are_listed_by_name() -> None:
+    assert list(methods._own_methods()) == sorted(METHODS.own())
+
+
 def test_our_own_are_told_from_those_of_packages(install: Install, registry: MethodRegistry, tmp_path: Path) -> None:
     mark = tmp_path / "imported"
     install("apart", f"open({str(mark)!r}, 'w').close()\n" + SOUND, mine="Mine")
@@ -495,6 +503,22 @@ def test_payloads_are_as_declared(name: str) -> None:
         others = [method.payload(state, phase, client, context) for client in CLIENTS[1:]]
         same = all(other[key].equal(payload[key]) for other in others for key in payload)
         assert same or not method.one_payload
+
+
+TRAINS_NOBODY = dict.fromkeys(("fedrep", "pfedpg"), "trains nothing, so it has no linear head") | {
+    "perfedavg": "needs two batches, and client 'a' has 0 images"
+}
+
+
+@pytest.mark.parametrize("name", sorted({*METHODS.own()} - {"zero_shot"}))
+def test_a_client_without_images_trains_in_no_phase(name: str, backbone: Backbone, make_context: Make) -> None:
+    method = make_method({"name": name})
+    server = pf.ServerContext(TrainingSpec(), shape_of(backbone), MANY, CLIENTS, seed=0, rounds=4)
+    state = method.adopt(method.initial_state(server, initial_draws(0)), server)
+    context = replace(make_context(0), client="a", domain=CLIENTS[0].domain)
+    for phase in method.phases(4, 4):
+        with pytest.raises(pf.MethodError, match=TRAINS_NOBODY.get(name, "client 'a' has no training images")):
+            method.train(replace(context, phase=phase.name), method.payload(state, phase, CLIENTS[0], server), {})
 
 
 # What a spec may ask for at level client: filled in, or refused by name with the numbers that make it so.

@@ -81,6 +81,8 @@ def test_promptfl_ft_classifies_after_fine_tuning(backbone: Backbone, make_conte
         wanted = backbone.logit_scale * context.train.features() @ texts.T
         found = fine_tuner(finetune_epochs=3).classifier(context, start, {}).logits(context.train, torch.arange(8))
         untuned = make_method({"name": "promptfl", "m": M}).classifier(context, start, {})
+    tuned = fine_tuner(finetune_epochs=1).classifier(context, start, {}).logits(context.train, torch.arange(8))
+    assert not tuned.requires_grad
     assert_values(found, wanted, 1e-4)  # cosines' rounding times the logits' scale, after six steps
     assert float((untuned.logits(context.train, torch.arange(8)) - wanted).abs().max()) > 0.1
     assert torch.equal(start["context"], start_context(backbone))

@@ -160,8 +160,10 @@ def test_perfedavg_s_step_with_two_rates() -> None:
         whole = torch.cat(leaves)
         return whole @ form @ whole / 2
 
-    step(loss, leaves, first, second, alphas.tolist(), betas.tolist())
+    told = step(loss, leaves, first, second, alphas.tolist(), betas.tolist())
     assert_values(torch.cat(leaves).detach(), wanted)
+    ahead = w - alphas * (first @ w)
+    assert (float(told), told.requires_grad) == (pytest.approx(float(ahead @ second @ ahead / 2)), False)
 
 
 def test_perfedavg_looks_ahead_on_one_batch_and_steps_on_the_next(backbone: Backbone) -> None:

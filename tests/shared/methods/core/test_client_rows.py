@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods import make_method, pfedmoap, resolve_spec
 from promptfed.shared.methods.core.client_rows import ClientRowsMethod
 from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, ClientUpdate, MethodError, ServerContext
 from promptfed.shared.methods.pfedmoap import Gate, PFedMoAP, PFedMoAPHyper
@@ -265,6 +265,24 @@ def test_who_classifies_with_what(backbone: Backbone, make_context: Make) -> Non
     ]:
         found = tried.classifier(context, given, private).logits(context.train, rows)
         assert float((found - wanted).abs().max()) <= 2e-5 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize(("images", "parts"), [(5.0, [5]), (4.9, [4, 1]), (2.0, [2, 2, 1]), (0.9, [1] * 5)])
+def test_as_many_images_as_fit_are_weighed_at_once(
+    images: float, parts: list[int], backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, context, payload, gate = gated(backbone, make_context)
+    whole, sizes, logits = tried.classifier(context, payload, gate), list[int](), Gate.logits
+
+    def counted(gate: Gate, features: Tensor, texts: Tensor) -> Tensor:
+        sizes.append(len(features))
+        return logits(gate, features, texts)
+
+    monkeypatch.setattr(Gate, "logits", counted)
+    monkeypatch.setattr(pfedmoap, "MOST_ENTRIES", int(images * len(NAMES) * len(gate["gate.query.bias"])))
+    found = tried.classifier(context, payload, gate).logits(context.train, torch.arange(5))
+    assert sizes == parts
+    torch.testing.assert_close(found, whole.logits(context.train, torch.arange(5)))
 
 
 def test_what_pfedmoap_sends_trains_and_says(caplog: pytest.LogCaptureFixture) -> None:

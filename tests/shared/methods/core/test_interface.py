@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -328,6 +329,17 @@ def test_methods_that_cannot_or_need_not(backbone: Backbone, make_context: Make)
     dip.check_texts(backbone, NAMES, "a {}.")
     with pytest.raises(BackboneError):
         dip.check_texts(backbone, ("a " * 75,), "a {}.")
+
+
+@pytest.mark.parametrize(("m", "words", "name", "fits"), [
+    (4, 20, 10, True), (20, 3, 12, False), (12, 20, 5, False), (2, 20, 20, False), (2, 20, 3, True), (12, 4, 5, True),
+])  # fmt: skip
+def test_names_and_descriptions_fit_into_a_text(m: int, words: int, name: int, fits: bool, backbone: Backbone) -> None:
+    """DiPrompT's texts are m vectors and a name, m vectors and a description, a description of a name."""
+    candidates = ["a " * words + "{}", "a {}"]
+    tried = make_method({"name": "diprompt", "m": m, "candidates": candidates})
+    with contextlib.nullcontext() if fits else pytest.raises(BackboneError):
+        tried.check_texts(backbone, ("a " * name,), "{}.")
 
 
 @pytest.mark.parametrize("mixture", ["hard", "soft"])

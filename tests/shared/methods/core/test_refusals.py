@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from promptfed.shared.methods import METHODS, has_rate, make_method, method_for, resolve_spec
+from promptfed.shared.methods import (
+    METHODS,
+    has_rate,
+    make_method,
+    method_for,
+    needs_class_names,
+    resolve_spec,
+    runnable,
+)
 from promptfed.shared.methods.core import costs, refusals
 from promptfed.shared.methods.core.interface import MethodError, ServerContext, TensorSpec
 from promptfed.shared.methods.promptfl import PromptFL
@@ -88,7 +96,8 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     (FL, {"aggregation": {"weighting": "uniform", "max_weight_share": 0.5}}, "all weigh the same"),
     (FL, {"aggregation": {"weighting": "samples", "max_weight_share": 0.5}}, None),
     # classes
-    (FL, {"class_names": ["a b", "a_b", "c"]}, "to a text tower these class names are the same: "),
+    (FL, {"class_names": ["a b", "a_b", "c"]}, "to a text tower these class names are the same: 'a b', 'a_b'; rename"),
+    (FL, {"class_names": ["a b", "a_b", "A b", "A_b", "A_B"]}, "are the same: 'a b', 'a_b', 'A b', 'A_b'; rename"),
     (FL, {"class_names": ["a b"]}, "'a b' is the only class to choose from"),
     (FL, {"class_names": ["a b", "b a"]}, None),
     ({"name": "fedrep"}, {"class_names": ["a b", "a_b"]}, None),
@@ -131,6 +140,42 @@ def test_what_is_refused_and_what_beside_it_is_taken(method: Any, spec: dict[str
     else:
         with pytest.raises(SpecError, match=said):
             resolve_spec(raw)
+
+
+def needs_classes(context: ServerContext) -> dict[str, int]:
+    if context.class_names is None:
+        raise MethodError("give class_names")
+    return {"classes": len(context.class_names)}
+
+
+@pytest.mark.parametrize(("method", "spec", "lacks"), [
+    ({"name": "fedlp"}, {}, True), ({"name": "fedavg", "head": "linear"}, {}, True), ({"name": "fedavg"}, {}, False),
+    ({"name": "fedlp"}, {"class_names": None}, True), ({"name": "fedlp"}, {"class_names": ["a", "b"]}, False),
+    ({"name": "fedlp"}, {"class_names": ["a"]}, False), ({"name": "fedlp"}, {"rounds": -1}, False), (FL, {}, False),
+    (FL, {"task": "multi_label"}, True), (FL | {"m": 0}, {"task": "multi_label"}, False),
+])  # fmt: skip
+def test_classes_are_asked_for_where_nothing_else_is_missing(
+    method: Any, spec: Any, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = {"name": "x", "method": method, "backbone": {"model": "promptfed-tiny"}} | spec
+    assert needs_class_names(raw) is lacks
+    # A package's method may say so only where its tensors are made.
+    monkeypatch.setattr(PromptFL, "dims", lambda method, context: needs_classes(context))
+    assert needs_class_names(raw) is (lacks or method == FL)
+
+
+def test_stopping_chooses_by_its_metric_unless_the_choice_is_named() -> None:
+    raw = {"name": "x", "method": FL}
+    stop = raw | {"stop": {"patience": 2, "metric": "macro_f1"}}
+    for spec, chosen in ((raw, None), (stop, "macro_f1"), (stop | {"selection": {"metric": "accuracy"}}, "accuracy")):
+        found = resolve_spec(spec).selection
+        assert (found and found.metric) == chosen
+
+
+@pytest.mark.parametrize(("tokens", "runs"), [(77, True), (7, True), (6, False)])
+def test_methods_are_named_that_the_text_tower_has_room_for(tokens: int, runs: bool) -> None:
+    """Four vectors beside the two special tokens and a word."""
+    assert ("diprompt" in runnable(SHAPE.model_copy(update={"context_length": tokens}))) is runs
 
 
 def test_noise_at_the_coordinator_may_follow_from_epsilon_alone() -> None:
