@@ -192,7 +192,9 @@ class CoordinatorConnection:
             )
             response = await self.http.send(request, stream=True, follow_redirects=False)
             try:
-                if PROTOCOL not in response.headers and response.status_code != PROXY_LOGIN:
+                if PROTOCOL not in response.headers and response.status_code == PROXY_LOGIN:
+                    raise httpx.ProxyError(f"{PROXY_LOGIN} {response.reason_phrase}")
+                if PROTOCOL not in response.headers:
                     raise Unavailable(response.status_code, await _foreign(response), _retry_after(response))
                 self._note_served(address, response)
                 yield response
@@ -225,8 +227,6 @@ class CoordinatorConnection:
 
     def take(self, response: httpx.Response, content: bytes) -> bool:
         """Whether a successful answer is proven to be what was sent. Raises PASSING, Refused, ClientError."""
-        if response.status_code == PROXY_LOGIN:
-            raise httpx.ProxyError(f"{PROXY_LOGIN} {response.reason_phrase}")
         try:
             expect_ours(response.headers.get(PROTOCOL), "the coordinator", "this client")
         except OtherVersion as error:

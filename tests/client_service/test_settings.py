@@ -10,6 +10,7 @@ import pytest
 
 from promptfed.client_service import __main__ as command
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.joining import consent, doctor
 from promptfed.client_service.settings import account_folder, make_settings, read_token
 
 GIVEN = {"coordinator": "http://127.0.0.1:8080", "federation": "pets", "data": "digits", "name": "a"}
@@ -116,15 +117,18 @@ def test_each_mode_does_its_own_thing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from promptfed.client_service import worker
-    from promptfed.client_service.joining import consent
 
     monkeypatch.setattr(command, "set_up_logging", lambda log_format: None)
     monkeypatch.setattr(command, "unfit_server", lambda: None)
     monkeypatch.setattr(command, "check", lambda settings: 40)
     monkeypatch.setattr(consent, "withdraw", lambda settings: 41)
-    monkeypatch.setattr(worker, "run", lambda settings: 42)
+    course = list[str]()
+    monkeypatch.setattr(command, "collect_seldom", lambda: course.append("seldom"))
+    monkeypatch.setattr(command.gc, "freeze", lambda: course.append("freeze"))
+    monkeypatch.setattr(worker, "run", lambda settings: 42 if course[-1] == "freeze" else 43)
     lines = [f"--{name.replace('_', '-')}={value}" for name, value in (GIVEN | {"state_dir": tmp_path / "s"}).items()]
     assert [command.main([*lines, *more]) for more in (["--check"], ["--withdraw"], [])] == [40, 41, 42]
+    assert course == ["seldom"] * 3 + ["freeze"], "no collection goes through what imports have brought"
     assert command.main([*lines, "--sent"]) == Exit.STATE
     assert "records no message" in caplog.text
     monkeypatch.setattr(command, "unfit_server", lambda: "uvicorn is too old")
@@ -133,3 +137,31 @@ def test_each_mode_does_its_own_thing(
     assert capsys.readouterr().out.startswith("ed25519:")
     assert command.main(["--data=digits"]) == Exit.USAGE
     assert "--coordinator: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("healthy", "disclosure"), [(True, "offer"), (False, "offer"), (False, None)])
+def test_a_check_tells_what_it_found_and_asks_nothing(
+    healthy: bool, disclosure: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[Any]()
+
+    class Examination:
+        def __init__(self, settings: Any) -> None:
+            self.disclosure, self.healthy, self.checks = None, not healthy, ["none yet"]
+
+        def run(self) -> None:
+            self.disclosure, self.healthy, self.checks = disclosure, healthy, ["data"]
+
+    class Terminal:
+        def __init__(self, log_format: str, ask: bool) -> None:
+            told.append((log_format, ask))
+
+        tell = show = staticmethod(told.append)
+
+    monkeypatch.setattr(doctor, "Examination", Examination)
+    monkeypatch.setattr(consent, "Terminal", Terminal)
+    code = command.check(make_settings(**GIVEN, log_format="json"))
+    assert (code, told) == (
+        Exit.OK if healthy else Exit.BAD_INPUT,
+        [("json", False), ["data"], *([] if disclosure is None else [disclosure])],
+    )

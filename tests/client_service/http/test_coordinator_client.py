@@ -111,6 +111,7 @@ def test_connection_errors_and_5xx_are_tried_again_with_growing_jittered_waits(
         longest = min(15.0, 0.25 * 2**attempt)
         assert longest / 2 <= delay <= longest
     assert len(set(script.delays)) == 10
+    assert script.client.has_served
 
 
 def proven(content: bytes, status: int = 200) -> httpx.Response:
@@ -261,6 +262,8 @@ def test_what_somebody_else_answers_is_tried_again_whatever_its_code(
 
 
 def test_a_large_page_of_somebody_else_is_not_read_to_its_end() -> None:
+    closed = list[bool]()
+
     async def endless() -> AsyncIterator[bytes]:
         while True:
             yield b"<html>" * 1000
@@ -269,10 +272,27 @@ def test_a_large_page_of_somebody_else_is_not_read_to_its_end() -> None:
         def __aiter__(self) -> AsyncIterator[bytes]:
             return endless()
 
+        async def aclose(self) -> None:
+            closed.append(True)
+
     script = Scripted(lambda request: httpx.Response(200, stream=Endless()), foreign=200, give_up_after=0.0)
     with pytest.raises(ClientError, match="200 OK: a body of somebody else") as end:
         send(script)
-    assert end.value.exit is Exit.UNREACHABLE
+    assert (end.value.exit, closed) == (Exit.UNREACHABLE, [True])
+
+
+def test_a_question_that_is_not_repeated_ends_with_its_failure() -> None:
+    script = Scripted(httpx.ConnectError("refused"), httpx.Response(204))
+    with pytest.raises(ClientError, match="refused") as end:
+        asyncio.run(script.client.task(1, retry=False, carrying="t"))
+    assert (end.value.exit, len(script.requests), script.delays) == (Exit.UNREACHABLE, 1, [])
+
+
+def test_a_proxy_that_wants_a_login_is_told_and_not_asked_again() -> None:
+    script = Scripted(httpx.Response(407), foreign=407)
+    with pytest.raises(ClientError, match=f"the proxy wants a login before it connects to {BASE}") as end:
+        send(script)
+    assert (end.value.exit, len(script.requests)) == (Exit.UNREACHABLE, 1)
 
 
 def test_a_coordinator_that_never_answers_ends_the_client() -> None:
