@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -495,6 +496,41 @@ def test_a_drawn_picture_stays_the_same(style: str, tmp_path: Path, monkeypatch:
         squares = np.asarray(drawn.image(row)).reshape(4, 12, 4, 12, 3).astype(float)
         assert squares.mean((1, 3)).reshape(-1).tolist() == pytest.approx(means, abs=1.01)
         assert squares.std((1, 3)).reshape(-1).tolist() == pytest.approx(deviations, abs=1.01)
+
+
+class Still(symbols.Draws):
+    """Draws an angle, the middle of every other range, and even noise."""
+
+    def __init__(self, angle: float, level: float) -> None:
+        super().__init__(np.zeros(1, np.uint64))
+        self.angle, self.level = angle, level
+
+    def uniform(self, low: float = 0.0, high: float = 1.0, count: int = 1) -> torch.Tensor:
+        return torch.full((1, count, 1, 1), self.angle if high == math.pi else (low + high) / 2)
+
+    def noise(self, size: int = symbols.SIZE, channels: int = 1) -> torch.Tensor:
+        return torch.full((1, channels, size, size), self.level)
+
+    def cells(self, cells: int, channels: int = 1) -> torch.Tensor:
+        return self.noise(channels=channels) * 0
+
+
+def test_strokes_move_a_thing_along_their_direction_alone() -> None:
+    """Even noise is a stroke over the whole picture, which it also brightens by 0.13 of its strength, 2.2."""
+    bar = torch.zeros(1, 1, symbols.SIZE, symbols.SIZE)
+    bar[..., 16:32, :] = 1
+    for angle, along in ((0.0, bar), (math.pi / 2, bar.mT)):
+        for thing, stays in ((along, True), (along.mT, False)):
+            plain, moved = (symbols._painting(thing, Still(angle, level)) - 0.13 * 2.2 * level for level in (0.0, 1.0))
+            change = (moved - plain)[..., 8:-8, 8:-8].abs().max()  # beyond the picture there is no thing
+            assert (float(change) < 1e-4) is stays
+
+
+def test_stripes_are_a_wave_across_a_direction() -> None:
+    """Their phase is drawn from 0 to 6.28."""
+    x, y = symbols.grid()
+    wanted = torch.sin(38 * (math.cos(0.3) * x + math.sin(0.3) * y) + 3.14)
+    torch.testing.assert_close(symbols._waves(Still(0.3, 0.0), 38.0), wanted, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("style", list(symbols.STYLES))

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import make_method
+from promptfed.shared.methods import fedotp, make_method
 from promptfed.shared.methods.core.interface import ClientContext, MethodError, ServerContext
-from promptfed.shared.methods.fedotp import FedOTP, transport_plan
+from promptfed.shared.methods.fedotp import FedOTP, PatchTextLogits, transport_plan
 from promptfed.shared.methods.promptfl import LOCAL
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
@@ -81,6 +81,7 @@ def otp_loss(context: ClientContext, hyper: Any) -> literal.Loss:
     return loss
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("options", [{}, {"gamma": 0.5, "epsilon": 0.05}], ids=str)
 def test_fedotps_training_equals_the_equations(options: dict[str, Any], backbone: Backbone, make_context: Make) -> None:
     context = patched(make_context(5, epochs=1, batch_size=3, learning_rate=0.05))
@@ -139,6 +140,24 @@ def test_an_image_alone_and_among_others(backbone: Backbone, make_context: Make)
     for row in range(7):
         alone = classifier.logits(context.train, torch.tensor([row])) / backbone.logit_scale
         assert float((alone[0] - together[row]).abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize(("images", "parts"), [(5.0, [5]), (4.9, [4, 1]), (2.0, [2, 2, 1]), (0.9, [1] * 5)])
+def test_as_many_plans_as_fit_are_made_at_once(
+    images: float, parts: list[int], make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, tried = patched(make_context(5)), otp()
+    classifier = tried.classifier(context, start_of(tried, context), {})
+    whole, sizes, scores = classifier.logits(context.train, torch.arange(5)), list[int](), PatchTextLogits._scores
+
+    def counted(logits: PatchTextLogits, some: Tensor, text: Tensor) -> Tensor:
+        sizes.append(len(some))
+        return scores(logits, some, text)
+
+    monkeypatch.setattr(PatchTextLogits, "_scores", counted)
+    monkeypatch.setattr(fedotp, "MOST_ENTRIES", int(images * len(NAMES) * 2 * PATCHES))
+    torch.testing.assert_close(classifier.logits(context.train, torch.arange(5)), whole)
+    assert sizes == parts
 
 
 def server_context(**shape: Any) -> ServerContext:

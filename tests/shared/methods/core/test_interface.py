@@ -15,6 +15,7 @@ from torch import Tensor
 
 from promptfed.client_service.training.evaluation import answers, presences, probabilities
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
+from promptfed.shared.clip.towers.text import ClassPrompts
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method, pfedmoap, resolve_spec
 from promptfed.shared.methods.core import costs, interface, training
@@ -362,6 +363,27 @@ def test_domains_are_mixed_by_their_shares(mixture: str, backbone: Backbone, mak
     assert (told is None) is (mixture == "soft")
     assert told is None or set(told) == {"class_weights", "domain_weight", "domain_bias"}
     assert len(classifier.logits(context.train, rows[:0])) == 0
+
+
+@pytest.mark.parametrize(("images", "parts"), [(3.0, [3]), (2.9, [2, 1]), (0.9, [1, 1, 1])])
+def test_as_many_texts_as_fit_are_made_at_once(
+    images: float, parts: list[int], backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, own, sizes = make_context(6), torch.zeros(2, 3, backbone.d_t), list[int]()
+    given = (own, torch.zeros(2, backbone.d_e), torch.zeros(2))
+    classifier = MixtureClassifier(context, None, *given, "soft")
+    encode = classifier._encode
+    monkeypatch.setattr(classifier, "_encode", lambda prompts: (sizes.append(len(prompts)), encode(prompts))[1])
+    rows = domains.text_rows(backbone.class_prompts(NAMES, 3), backbone.supports.text_prefix)
+    monkeypatch.setattr(domains, "CPU_ROWS", int(images * rows))
+    classifier.logits(context.train, torch.arange(3))
+    assert sizes == parts
+
+
+def test_a_context_takes_its_rows_and_those_of_each_name_behind_it() -> None:
+    """Three texts of 32 positions, whose contexts stand at 1 to 4 and whose ends at 7, 9 and 6."""
+    prompts = ClassPrompts(("a", "b", "c"), 4, 1, torch.zeros(3, 32), torch.tensor([7, 9, 6]), ())
+    assert (domains.text_rows(prompts, True), domains.text_rows(prompts, False)) == (4 + 3 + 5 + 2, 3 * 32)
 
 
 @pytest.mark.parametrize(("words", "letters", "room", "said"), [

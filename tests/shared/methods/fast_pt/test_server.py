@@ -12,10 +12,26 @@ from torch import Tensor
 from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.shared.clip import Backbone, BackboneError
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, ClientUpdate, MethodError, NeedsBackbone
+from promptfed.shared.methods.core.interface import (
+    AGGREGATE,
+    ClientContext,
+    ClientInfo,
+    ClientUpdate,
+    MethodError,
+    NeedsBackbone,
+)
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.fast_pt import style_transfer as styles
-from promptfed.shared.methods.fast_pt.domains import described_domains, domain_key, trainer_domains, wording
+from promptfed.shared.methods.fast_pt.domains import (
+    OF_DOMAIN_PROMPTS,
+    WORDS,
+    described_domains,
+    domain_key,
+    domain_names,
+    one_of,
+    trainer_domains,
+    wording,
+)
 from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import TEMPLATE, BackboneShape
@@ -110,6 +126,7 @@ def test_merged_domains_are_one_row_and_one_prompt(backbone: Backbone) -> None:
     ended = method.aggregate(state, last, iter(updates), weighted_mean, context)
     assert torch.equal(ended["listed_domains"], given.keys(given.NEON, given.SKETCH))
     assert_values(ended["domain_prompts"][1], 0.4 * prompts[0] + 0.6 * prompts[2])
+    assert one_of(updates[:1], lambda updates: {}) == updates[0].tensors, "no rule changes what one has sent"
 
 
 def test_words_can_start_the_global_prompt(backbone: Backbone) -> None:
@@ -132,10 +149,12 @@ def test_a_warm_start_keeps_the_rows_of_domains_that_are_there(backbone: Backbon
     assert torch.equal(started["classifier_weight"][1], before["classifier_weight"][0])
     assert not started["classifier_weight"][0].any()
     assert started["domain_prompts"].shape == (0, 3, backbone.d_t), "domain prompts are their federation's"
-    broken = before | {"classifier_bias": torch.zeros(3)}
-    assert method.adopt(broken, given.server(given.A, given.B)) is broken, "left for the check that follows to refuse"
-    less = {"global_prompt": before["global_prompt"]}
-    assert method.adopt(less, given.server(given.A, given.B)) is less
+    others = [{"classifier_bias": torch.zeros(3)}, {"domains": torch.zeros(2)}, {"classifier_weight": torch.zeros(2)}]
+    less = [{name: before[name] for name in names} for names in (before.keys() - {"domains"}, ["global_prompt"])]
+    for broken in [*(before | one for one in others), *less]:
+        assert method.adopt(broken, given.server(given.A, given.B)) is broken, (
+            "left for the check that follows to refuse"
+        )
 
 
 def refused(method: FastPT, newcomer: ClientInfo, former: ClientInfo | None, *others: ClientInfo) -> str:
@@ -154,6 +173,30 @@ def test_a_description_that_another_trainer_has_is_refused() -> None:
     method.admit(twin, None, given.server(given.B, given.client("unseen", given.SKETCH, "evaluator")))
     method.admit(given.client("unseen", given.SKETCH, "evaluator"), None, given.server(given.A, given.B))
     method.admit(given.client("unseen", None, "evaluator"), None, given.server(given.A, given.B))
+
+
+@pytest.mark.parametrize("words", ["{}", "... {} -", ""])
+def test_a_description_says_something(words: str) -> None:
+    silent = given.client("d", Domain.model_construct(name="d", description=words))
+    assert "says nothing: use words, as in 'a sketch of a {}'" in refused(given.fast_pt(), silent, None, given.B)
+
+
+def test_what_others_learn_depends_on_whether_there_are_domain_prompts() -> None:
+    usual = (AGGREGATE, WORDS)
+    assert given.fast_pt(prompts="global").disclosures == usual
+    for prompts in ("domain", "both"):
+        assert given.fast_pt(prompts=prompts).disclosures == (*usual, *OF_DOMAIN_PROMPTS)
+
+
+def test_domains_have_their_names_as_far_as_they_are_known() -> None:
+    known = [domain_key(one.description) for one in (given.SKETCH, given.CHALK)]
+    own = given.CHALK.model_copy(update={"name": "mine"})
+    for clients, domain, names in (
+        ([given.A], own, ("domain 1", "sketch", "mine", "domain 4")),
+        ([given.A], None, ("domain 1", "sketch", "domain 3", "domain 4")),
+        ([given.A], given.SKETCH.model_copy(update={"name": "x"}), ("domain 1", "sketch", "domain 3", "domain 4")),
+    ):
+        assert domain_names([5, *known, 7], clients, domain) == names
 
 
 def test_who_comes_back_has_the_same_domain_and_role() -> None:
