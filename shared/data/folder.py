@@ -450,7 +450,7 @@ def _divided(listing: _Listing, names: tuple[str, ...], labels: torch.Tensor, op
     """The items with ``labels`` of the classes ``names`` in train and test. Raises DataError as `divided`."""
     items = listing.items
     groups = [item.group for item in items if item.group is not None] or None
-    read = all(item.digest for item in items) and not options.names_only
+    read = not options.names_only
     grey = one_scale((item.grey for item in items), options.uri, options.grey if read else None)
     whole = Split(
         labels,
@@ -486,7 +486,7 @@ def _absent(items: Iterable[_Item]) -> dict[str, str]:
     items = list(items)
     splits, labels = {item.split for item in items}, sorted({item.label for item in items})
     present = {(item.label, item.split) for item in items}
-    return {label: split for split in sorted(filter(None, splits)) for label in labels if (label, split) not in present}
+    return {label: split for split in filter(None, splits) for label in labels if (label, split) not in present}
 
 
 def _problems(listing: _Listing, items: list[_Item], options: Options) -> list[str]:
@@ -545,7 +545,7 @@ def _domain(name: str | None, words_file: Path, beside: Iterable[str]) -> ImageD
         return re.sub(r"[^A-Za-z0-9._-]", "-", domain)
 
     declared = declare(name or "")
-    if name is not None and (clauses := merged((one for one in beside if declare(one) == declared), declare)):
+    if clauses := merged((one for one in beside if declare(one) == declared), declare):
         raise DataError(f"{words_file.parent}: the domains {clauses[0]}.")
     if words_file.exists() and not words_file.is_dir():
         try:
@@ -587,7 +587,7 @@ def contact_sheet(
     """
     classes = strata(split.labels)  # of several classes of an image, the rarest
     kinds = sorted(set(notes)) or [""]
-    kind = torch.tensor([kinds.index(note) for note in notes or [""] * len(split)])
+    kind = torch.tensor([kinds.index(note) for note in notes or [""]])
     rows = list(dict.fromkeys([*copies[: count // 2], *spread(kind * len(class_names) + classes, count)]))[:count]
     captions = []
     for row in rows:

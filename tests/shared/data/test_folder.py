@@ -27,7 +27,7 @@ def lines(tmp_path: Path, content: bytes) -> Any:
     (b'a\n"1\n2"\n3\n', (["a"], [(3, {"a": "1\n2"}), (4, {"a": "3"})])), (b"", ([], [])),
     (b"a,,\n1,2,3\n", (["a", "", ""], [(2, {"a": "1", "": "3"})])),
     (b"\xff\n", "the table is not a CSV file in UTF-8; save it as one"),
-    (b"a\n" + b"x" * 140_000, "the table is not a CSV file in UTF-8"),
+    (b"a\n" + b"x" * 140_000, "the table is not a CSV file in UTF-8"), (b"a\n\xc3", "is not a CSV file in UTF-8"),
     (b'"a\n', "the table, line 1: a quote is not closed"),
     (b'a\n"b"c\n', "the table, line 2: a quote is not closed, or text follows it"),
     (b"a;b\n", "the table separates its columns by semicolons"),
@@ -88,9 +88,9 @@ def test_the_same_file_is_known_whatever_leads_to_it(tmp_path: Path) -> None:
     (tmp_path / "a" / "f").touch()
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "g").symlink_to(tmp_path / "a" / "f")
-    given = ["a/f", "link/f", "g", "a/b/../f", "a/./f", "a/g"]
+    given = ["a/f", "link/f", "g", "a/b/../f", "a/./f", "a/g", "link/b/.."]
     found = list(true_paths(tmp_path / name for name in given))
-    assert found == [str(tmp_path / "a" / "f")] * 5 + [str(tmp_path / "a" / "g")]
+    assert found == [str(tmp_path / "a" / "f")] * 5 + [str(tmp_path / "a" / "g"), str(tmp_path / "a")]
 
 
 @pytest.mark.parametrize(("name", "beside", "domain"), [
@@ -113,6 +113,7 @@ def test_words_beside_images_are_text(tmp_path: Path) -> None:
     file = tmp_path / "domain.txt"
     file.write_text("\ufeffan icon of a {}")
     assert vars(folder._domain(None, file, [])) == {"name": "", "description": "an icon of a {}"}
+    assert folder._domain(None, tmp_path, []) is None, "a class's folder may have any name"
     for content, says in ((b"\xff", "cannot be read: it is not text"), (b" ", f"{file}: words for a domain must not")):
         file.write_bytes(content)
         with pytest.raises(DataError, match=says):
@@ -145,9 +146,11 @@ def item(label: str, split: str | None) -> folder._Item:
         ([("a", "train"), ("a", "test"), ("b", "train")], True, {}, ["/d/test has no folder for the class b."]),
         ([("a", "train"), ("a", "test"), ("b", "train")], False, {}, []),
         ([("a", "train"), ("a", "test"), ("b", "train")], True, {"role": "evaluator"}, []),
-        ([("a", "test"), ("c", "train"), ("b", "train")], True, {}, [
-            "/d/test has no folder for the class b.", "/d/test has no folder for the class c.",
+        ([("a", "test"), *((label, "train") for label in "gfedcb")], True, {}, [
+            *(f"/d/test has no folder for the class {label}." for label in "bcdefg"),
             "/d/train has no folder for the class a."]),
+        ([("b", None), ("a", None)], False, {}, [SINGLE.replace("class b", "class a"), SINGLE]),
+        ([("b", None)], False, {}, [SINGLE]),
         ([], False, {}, []),
     ],
 )  # fmt: skip
@@ -158,11 +161,59 @@ def test_classes_that_cannot_be_used_are_named(
     listing = folder._Listing(own, Path("/d"), None, (Path("/d/e"),), by_folders)
     empty = "the class folder /d/e is empty; add images or remove it."
     assert folder._problems(listing, own, options) == [empty, *problems]
-    chosen = FolderOptions.model_validate({"uri": "x:", "min_per_class": 1} | query)
-    assert folder._problems(listing, own, chosen) == problems
+    for choice in ({"min_per_class": 1}, {"only": "a"}):
+        chosen = FolderOptions.model_validate({"uri": "x:"} | choice | query)
+        assert folder._problems(listing, own, chosen) == problems
     usable = folder._usable(listing, options)
     lacking = {text.split()[-1][:-1] for text in problems if "no folder" in text}
     assert {label for label, count in usable.items() if count == 0} == lacking
+
+
+@pytest.mark.parametrize(("folders", "role", "says"), [
+    ("train test", "trainer", None), ("test", "evaluator", None), ("cat dog .git", "trainer", None),
+    ("train", "trainer", "/d has train but no test folder; give both train and test, or class folders alone.$"),
+    ("test", "trainer", "has test but no train folder; .* Evaluators .--role evaluator. need no train folder.$"),
+    ("train test cat", "evaluator", "has class folders beside train and test; give both train and test, or .* alone.$"),
+    ("test cat", "evaluator", "has test but no train folder; give both train and test, or class folders alone.$"),
+    ("train cat", "evaluator", "has train but no test folder"), ("", "evaluator", "has no class folder"),
+])  # fmt: skip
+def test_folders_are_classes_or_train_and_test(tmp_path: Path, folders: str, role: Any, says: str | None) -> None:
+    for name in folders.split():
+        (tmp_path / "d" / name / "x").mkdir(parents=True)
+    (tmp_path / "d").mkdir(exist_ok=True)
+    if says is None:
+        found = folder._listing(tmp_path / "d", None, FolderOptions(uri="x:", role=role))
+        parts = [name for name in folders.split() if name in ("train", "test")]
+        assert (found.by_folders, list(found.empty)) == (bool(parts), [tmp_path / "d" / name / "x" for name in parts])
+        nested = [name for name in ("cat", "dog") if name in folders]
+        assert [text.split(" is a folder")[0] for text in found.wrong] == [f"{tmp_path}/d/{name}/x" for name in nested]
+    else:
+        with pytest.raises(DataError, match=says):
+            folder._listing(tmp_path / "d", None, FolderOptions(uri="x:", role=role))
+
+
+@pytest.mark.parametrize(("files", "classes", "advice", "told"), [
+    (["f."], [], "Leave.", "f."), ([], ["c."], "Leave.", "c. Leave."), (["f."], ["c."], "Leave.", "c. Leave. f."),
+    (["f."], ["c."], "", "c. f."), ([], [], "Leave.", ""),
+])  # fmt: skip
+def test_advice_for_classes_stands_behind_them(files: list[str], classes: list[str], advice: str, told: str) -> None:
+    if not told:
+        folder._refuse(files, classes, advice)
+        return
+    with pytest.raises(DataError) as caught:
+        folder._refuse(files, classes, advice)
+    assert (str(caught.value), list(caught.value.problems)) == (told, [*classes, *files])
+
+
+def test_links_to_nothing_are_no_copies_of_each_other(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").symlink_to(tmp_path / "2.png")
+    assert folder._listing(tmp_path, None, FolderOptions(uri="x:")).wrong == ()
+    (tmp_path / "2.png").touch()
+    both = tuple(tmp_path / name / "1.png" for name in ("b", "a"))
+    same = f"{both[0]} is the same file as {both[1]}; keep one of them."
+    assert folder._listing(tmp_path, None, FolderOptions(uri="x:")).wrong == (same,)
 
 
 def test_rows_are_spread_over_classes() -> None:
@@ -173,6 +224,7 @@ def test_rows_are_spread_over_classes() -> None:
 @pytest.mark.parametrize(("labels", "count", "notes", "copies", "shown", "size"), [
     ([0, 0, 1], 2, (), (), [0, 2], (152, 92)), ([0, 0, 1], 3, (), (1,), [1, 0, 2], (224, 104)),
     ([0, 0, 1], 2, (), (1, 2, 0), [1, 0], (152, 104)), ([0, 0, 1], 3, ("z", "y", "y"), (), [1, 2, 0], (224, 104)),
+    ([0] * 6, 6, "fedcba", (), [5, 4, 3, 2, 1, 0], (440, 104)),
     ([0] * 14, 14, (), (), list(range(14)), (872, 176)), ([3], 1, (), (), [0], (80, 92)),
     ([2], 1, (), (), [0], (80, 104)),
 ])  # fmt: skip
@@ -189,8 +241,16 @@ def test_a_sheet_shows_so_many_pictures_of_each_class(
         assert sheet[top, left].tolist() == sheet[top + 63, left + 63].tolist() == [10 + row, 0, 99]
         framed = sheet[top - 2, left - 2].tolist() == sheet[top + 65, left + 65].tolist() == [255, 0, 0]
         assert framed == (row in copies)
-        assert sheet[top - 3, left - 3].tolist() == [255] * 3
+        assert sheet[top - 3, left - 2].tolist() == sheet[top - 2, left - 3].tolist() == [255] * 3
         assert sheet[top + 66 : top + height - 1, left : left + 60].min() < 128, "its name"
+
+
+def test_a_picture_without_a_class_is_called_so() -> None:
+    def shown(label: int, *names: str) -> bytes:
+        split = Split(torch.tensor([label]), lambda row: Image.new("RGB", (9, 9)))
+        return contact_sheet(split, names, 1).tobytes()
+
+    assert shown(1, "cat") == shown(0, "none") != shown(0, "cat") == shown(1, "dog", "cat")
 
 
 def test_a_group_is_what_the_pattern_captures() -> None:
@@ -216,6 +276,7 @@ def test_a_group_is_what_the_pattern_captures() -> None:
     ({"path": "d\\e.png", "label": "x"}, None, None), ({"path": "gone.png", "label": "x"}, None, None),
     ({"path": "a.png", "label": "x", "split": "dev"}, None, "the split is dev, not train or test"),
     ({"path": "a.png", "label": "x", "split": "test"}, None, None),
+    ({"path": "a.png", "label": "x", "split": ""}, None, None),
     ({"path": "a.png", "label": "x", "g": ""}, "g", "the group (g) must not be empty"),
     ({"path": "a.png", "label": "x", "g": "1"}, "g", None),
 ])  # fmt: skip
@@ -224,6 +285,7 @@ def test_a_row_of_a_table_has_what_it_needs(
 ) -> None:
     for name in ("a.png", "d\\e.png"):
         (tmp_path / name).touch()
+    assert folder._csv_item(tmp_path / "t", row, group, ()).split == (row.get("split") or None)
     found = list(folder._row_problems(tmp_path / "t", 4, row, group, None))
     assert found == ([] if problem is None else [f"{tmp_path}/t, line 4: {problem}."])
 

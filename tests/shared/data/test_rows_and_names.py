@@ -67,6 +67,7 @@ MALFORMED = [
     ("path,label", 'a0.png,"cat" grey', "line 3: a quote is not closed, or text follows it"),
     ("path,label", 'a0.png,"cat\na1.png,cat"', "line 4: label holds a line break; close its quote"),
     ("path,labels", 'a0.png,"cat\na1.png,dog"', "line 4: labels holds a line break"),
+    ("path,label", 'a0.png,"cat\rx"', "line 4: label holds a line break; close its quote"),
     ("path,label,split", "a0.png,cat,train ", "line 3: split begins or ends with a space; remove it"),
 ]  # fmt: skip
 
@@ -152,13 +153,16 @@ def test_a_label_with_a_space_at_an_end_is_told(tmp_path: Path, caplog: pytest.L
     assert told_of(caplog, f"folder:{tmp_path / 'd'}") == [f"folder:{tmp_path / 'd'}: {says}"]
 
 
-@pytest.mark.parametrize(("cell", "told"), [("mass, edema", True), ("mass;edema", True), ("mass|a, b", False)])
+@pytest.mark.parametrize(("cells", "told"), [
+    (["mass, edema", "mass", "mass, edema"], " and 1 more"), (["mass;edema", "mass"], ""), (["mass|a, b", "a"], None),
+])  # fmt: skip
 def test_a_cell_of_names_with_other_separators_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, cell: str, told: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cells: list[str], told: str | None
 ) -> None:
-    uri = write(tmp_path, f'path,labels\na0.png,"{cell}"\na1.png,mass\nb0.png,"{cell}"\n')
-    text = f"{tmp_path}/t.csv, line 2 and 1 more: labels holds a comma or a semicolon and no |, which separates names"
-    assert told_of(caplog, uri) == ([f"{text}: it is one name"] if told else [])
+    rows = "".join(f'a{number}.png,"{cell}"\n' for number, cell in enumerate(cells))
+    text = f"{tmp_path}/t.csv, line 2{told}: labels holds a comma or a semicolon and no |, which separates names"
+    found = told_of(caplog, write(tmp_path, f"path,labels\n{rows}"))
+    assert found == ([] if told is None else [f"{text}: it is one name"])
 
 
 # Names that would become one

@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from promptfed.shared.data import DataError, Source, open_source, public_sets, symbols
+from promptfed.shared.data import DataError, ImageDomain, Source, open_source, public_sets, symbols
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.data.folder import contact_sheet
 from promptfed.shared.data.image_files import image_digest, read_image
@@ -122,6 +122,8 @@ def test_folder_of_domains(tmp_path: Path) -> None:
         open_source(f"folder:{tmp_path}?domain=photo")
     with pytest.raises(DataError, match="add domain=art_painting"):
         open_source(f"folder:{tmp_path}")
+    (tmp_path / "none").mkdir()
+    refuse(f"folder:{tmp_path / 'none'}?domain=photo", "has no domain folder photo; it has none.")
 
 
 def test_digest_depends_on_pixels_not_on_files(tmp_path: Path) -> None:
@@ -202,8 +204,10 @@ def test_csv_with_split_and_domain(tmp_path: Path) -> None:
         tmp_path, "path,label,split,domain", "0.png,cat,train,ink", "1.png,cat,test,ink", "2.png,dog,train,ink",
         "3.png,dog,test,oil",
     )  # fmt: skip
+    (tmp_path / "domain.txt").write_text("a stroke of {}")
     source = open_source(f"{uri}?domain=ink")
     assert source.class_names == ("cat", "dog")
+    assert source.domain == ImageDomain("ink", "a stroke of {}")
     assert (len(source.train), len(source.test)) == (2, 1)
     refuse(f"{uri}?domain=wax", "no image of the domain wax")
 
@@ -911,6 +915,14 @@ WRONG_TABLES = [
 @pytest.mark.parametrize(("header", "line", "options", "text"), WRONG_TABLES)
 def test_wrong_tables_name_line_and_what_to_do(tmp_path: Path, header: str, line: str, options: str, text: str) -> None:
     assert text in refused(table_of_several_labels(tmp_path, header, line) + options)
+
+
+def test_unreadable_images_of_several_labels_are_told_beside_wrong_lines(tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_bytes(b"not an image")
+    told = refused(table_of_several_labels(tmp_path, "path,cat", "a.png,2", "gone.png,1", "x.png,1"))
+    for text in ("line 2: cat is 2", "line 3: there is no image gone.png", "x.png cannot be read as an image"):
+        assert told.count(text) == 1
+    assert told.count("gone.png") == 1
 
 
 def test_columns_of_subgroups_stay_with_their_images(tmp_path: Path) -> None:
