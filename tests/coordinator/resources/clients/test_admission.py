@@ -18,14 +18,18 @@ from promptfed.coordinator.resources.clients import operations
 from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.messages import MOST_PEERS, EnrolRequest
 from promptfed.shared.methods import resolve_spec
-from promptfed.shared.secagg.keys import new_identity, public_identity, sign
+from promptfed.shared.methods.core.interface import MethodError
+from promptfed.shared.secagg.keys import is_signed, new_identity, public_identity, sign
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.testing.clients import enrolment, secret_of, spec
 
 PRIVATE = new_identity()
 KEY, SMALL_ORDER = public_identity(PRIVATE).hex(), "01" + "00" * 31
+FORGED = SMALL_ORDER + "00" * 32
+"""Of any message: the point of order 1 with the scalar 0, which needs no private key."""
 SUM: dict[str, Any] = {"secure_aggregation": {}, "participation": {"min_clients": 3}}
 DOMAINS: dict[str, Any] = {"method": {"name": "fast_pt"}}
+LISTED: dict[str, Any] = {"class_names": ["circle", "square", "star"]}
 
 
 def federation(clients: int = 0, **changes: Any) -> Federation:
@@ -58,6 +62,7 @@ def refusal(call: Any, *arguments: Any) -> str | None:
 
 PLAN = {"units": 10, "noise_multiplier": 1.0, "epsilon_planned": 1.0, "delta": 1e-5}
 SAMPLE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
+SAMPLED: dict[str, Any] = {"privacy": SAMPLE}
 GROUP, BUDGET = SAMPLE | {"unit": "group"}, {"level": "sample", "clip": 0.3, "epsilon": 8.0, "delta": 1e-5}
 
 
@@ -119,6 +124,9 @@ def test_a_token_lets_in_whom_it_is_for(token: dict[str, Any] | None, former: Cl
         (DOMAINS, {}, "domain-missing"),
         (DOMAINS, {"role": "evaluator"}, None),
         (DOMAINS, {"domain": {"name": "x", "description": "a sketch of a {}"}}, None),
+        (SUM, {}, "identity-missing"),
+        (SAMPLED, {"protection": PLAN | {"units": 9}}, "privacy-mismatch"),
+        (LISTED, {"class_names": ["dog"]}, "unknown-class"),
     ],
 )
 def test_newcomers_have_what_the_method_needs(changes: dict[str, Any], told: dict[str, Any], kind: str | None) -> None:
@@ -151,6 +159,7 @@ def test_no_more_clients_than_a_task_can_describe() -> None:
         (SUM, request(signs=new_identity()), "bad-signature"),
         (SUM, request(signs=PRIVATE).model_copy(update={"name": "b"}), "bad-signature"),
         (SUM, request(signs=PRIVATE, identity_key=SMALL_ORDER), "bad-signature"),
+        (SUM, request().model_copy(update={"identity_key": SMALL_ORDER, "identity_proof": FORGED}), "bad-signature"),
     ],
 )
 def test_in_secure_sums_a_client_proves_its_key(changes: dict[str, Any], asked: EnrolRequest, kind: str | None) -> None:
@@ -162,6 +171,9 @@ def test_in_secure_sums_a_client_proves_its_key(changes: dict[str, Any], asked: 
         assert refusal(operations._check_identity, one.with_clients(known("a", identity_key=KEY)), asked) is None
         assert refusal(operations._recognise, *recognised(one, KEY, asked)) is None
         assert refusal(operations._recognise, *recognised(one, "00" * 32, asked)) == "identity-changed"
+    assert is_signed(bytes.fromhex(SMALL_ORDER), bytes.fromhex(FORGED), "identity", {"any": "message"})
+    plain = recognised(federation(), "00" * 32, request(signs=PRIVATE))
+    assert refusal(operations._recognise, *plain) is None, "where none signs it has no meaning"
     assert refusal(operations._recognise, *recognised(one, None, request(), active=False)) == "withdrawn"
     assert refusal(operations._recognise, *recognised(one, None, request(secret="0" * 64))) == "name-taken"
 
@@ -184,12 +196,51 @@ def test_delta_stays_below_one_in_the_trainers_with_one_more() -> None:
         assert refusal(operations._check_method, one, evaluator, shape) is None or name == "c0"
 
 
+@pytest.mark.parametrize("check", ["check_fits", "check_sizes", "check_hopeless", "dims"])
+def test_what_the_method_says_of_the_first_backbone_keeps_it_out(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*about: object) -> None:
+        raise MethodError("not with this one")
+
+    shape = BackboneShape(d_t=8, d_e=8, d_v=8)
+    one, of = federation(), operations if check != "dims" else type(federation().method)
+    assert refusal(operations._check_method, one, known("a"), shape) is None
+    monkeypatch.setattr(of, check, refuses)
+    assert refusal(operations._check_method, one, known("a"), shape) == "cannot-start"
+    if check != "dims":
+        assert refusal(operations._check_method, replace(one, shape=shape), known("a"), shape) is None, "it is known"
+
+
+def test_who_has_joined_is_held_against_what_it_was_and_all_against_the_other_active_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(operations, "check_admission", lambda method, *about: seen.append((*about[:2], about[2]())))
+    shape, one = BackboneShape(d_t=8, d_e=8, d_v=8), federation(4)
+    members = one.run.members | {"c1": Member("trainer", joined=False), "c2": Member("trainer", active=False)}
+    one = replace(one, run=replace(one.run, members=members))
+    for name, former, others in (
+        ("c0", True, ["c1", "c3"]),
+        ("c1", False, ["c0", "c3"]),
+        ("a", False, ["c0", "c1", "c3"]),
+    ):
+        operations._check_method(one, known(name), shape)
+        client, was, context = seen.pop()
+        assert (client.name, was) == (name, one.clients[name] if former else None)
+        assert [other.name for other in context.clients] == others
+
+
+def test_unknown_classes_are_named_in_order() -> None:
+    names = ["hen", "dog", "cow", "ape", "fly"]
+    with pytest.raises(Refusal, match="has no class 'ape', 'cow', 'dog', 'fly', 'hen'"):
+        operations._check_class_names(federation(**LISTED), request(class_names=["circle", *names]))
+
+
 def test_class_names_are_bounded_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     size = federation().with_named(("circle", "square", "star")).named_bytes
     for most, kind in ((size, None), (size - 1, "too-many-class-names")):
         monkeypatch.setattr(operations, "CLASS_NAME_BYTES", most)
         assert refusal(operations._check_class_names, federation(), request()) == kind
-        listed = federation(class_names=["circle", "square", "star"])
+        listed = federation(**LISTED)
         assert refusal(operations._check_class_names, listed, request()) is None
         assert refusal(operations._check_class_names, listed, request(class_names=["circle"])) is None
         assert refusal(operations._check_class_names, listed, request(class_names=["dog"])) == "unknown-class"
