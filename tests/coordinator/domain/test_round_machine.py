@@ -807,6 +807,25 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
+def test_an_evaluation_is_judged_where_a_round_may_follow_and_only_then() -> None:
+    run = Play(rules(rounds=1, patience=5), "a").start()
+    with pytest.raises(WrongMoment):
+        run.send(run_state.NoRise(run.now))
+    run.evaluated()
+    assert (run.run.round, run.run.due_job) == (0, "judge")
+    run.done().all_answer().done()
+    assert (run.run.round, run.run.due_job, run.run.stage.kind) == (1, None, "evaluate")
+    run.evaluated()
+    assert run.run.due_job is None, "no round follows"
+    ended = Play(rules(patience=5), "a").start().evaluated()
+    ended.send(run_state.NoRise(ended.now))
+    assert (ended.run.due_job, ended.run.stage.name) == (None, FINAL)
+    with pytest.raises(WrongMoment):
+        ended.send(run_state.NoRise(ended.now))
+    ended.evaluated()
+    assert (ended.run.state, ended.run.round) == ("finished", 0)
+
+
 # The five steps of a secure sum in the round machine: who is asked, what fails an attempt, what no order may do.
 
 
@@ -913,6 +932,12 @@ def test_after_a_reveal_there_is_no_other_attempt() -> None:
     assert (closed.run.state, closed.run.stage.kind) == ("paused", "unmask"), "no answer has opened the sum"
     with pytest.raises(WrongMoment):
         run.send(run_state.StartRefused("too late"))
+
+
+def test_a_sum_without_enough_members_fails_where_the_spec_says_so() -> None:
+    run = Play(replace(secure(), on_missed_quorum="fail"), *FIVE).start().evaluated()
+    late(run)
+    assert (run.run.state, run.run.reason) == ("failed", run_state.QUORUM_MISSED)
 
 
 def test_a_sum_that_cannot_be_pauses_with_its_reason() -> None:

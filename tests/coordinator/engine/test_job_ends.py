@@ -14,7 +14,7 @@ import pytest
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain import run_state
 from promptfed.coordinator.domain.federation import OpenTask
-from promptfed.coordinator.domain.round_machine import WrongMoment
+from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
 from promptfed.coordinator.engine import jobs, sums
 from promptfed.coordinator.problems import CannotStart
 from promptfed.shared.methods.core.interface import Measured, MethodError, NeedsBackbone
@@ -352,3 +352,22 @@ def test_a_phase_is_summed_noised_or_aggregated(
             "aggregated": {"phase": {"gamma": 0.5}, "clients": {}, "changes": {"a": 2.0}},
         }[computed]
     )
+
+
+@pytest.mark.parametrize("error", [WrongMoment("enrolling"), NotEnoughTrainers(1, 2)])
+@pytest.mark.parametrize("moved_on", [True, False])
+def test_a_start_that_comes_too_late_says_why(
+    error: Exception, moved_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(event: object) -> None:
+        raise error
+
+    def expect(federation: object) -> None:
+        assert federation == "as it stands"
+        if moved_on:
+            raise CannotStart("it has been started")
+
+    monkeypatch.setattr(jobs, "expect_startable", expect)
+    change: Any = SimpleNamespace(send=refuse, federation="as it stands")
+    with pytest.raises(CannotStart if moved_on else type(error)):
+        jobs._send_start(change)

@@ -80,6 +80,15 @@ def test_a_stage_opens_with_its_tasks_and_is_timed_until_its_end(
             assert change.emitted[-1] == ("phase-opened", about | {"asked": ["b", "a"]})
             now[0] += timedelta(seconds=seconds)
             recorder.write(run_state.Completed())
+        recorder.write(run_state.Opened(1, 7, "train", "it", ("b", "a"), 2, 1.5))
+        recorder.write(run_state.Closed(("a",), 1))  # in the transaction that has opened it
+        assert change.emitted[-1] == ("phase-closed", about | {"kind": "train", "counted": ["a"]})
+        assert (change.federation.tasks, change.federation.deadline) == ({}, None)
+        change.flush()
+        row = session.scalars(select(PhaseRow).where(PhaseRow.step == 7)).one()
+        assert (row.closed_at is not None, row.sample_size, row.noise_key) == (True, 1, None)
+        mine = select(TaskRow.client, TaskRow.counted, TaskRow.weight).where(TaskRow.phase_id == row.id)
+        assert sorted(session.execute(mine).all()) == [("a", True, 1.0), ("b", False, None)]
         session.rollback()
     assert change.completed == [("train", 2.5), ("evaluate", 0.0)]
 

@@ -142,6 +142,11 @@ def test_a_federation_goes_row_by_row_and_no_other_does(
     assert 0 < len(rows(coordinator, TaskRow.id, where=TaskRow.federation_id == gone)) < before[0]
     registry.wakeups.closed = False
     monkeypatch.setattr(retention, "_let_others_in", lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(retention, "_delete_some", lambda *about: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            retention.finish(registry)
+        assert registry.leftovers, "it is tried again"
     retention.finish(registry)
     assert not registry.leftovers
     for table, count in zip(tables, before, strict=True):

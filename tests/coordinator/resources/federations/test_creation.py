@@ -8,12 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+import torch
 
+from promptfed.coordinator.problems import InvalidSpec
 from promptfed.coordinator.resources.federations import operations
+from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.tokens import digest
-from promptfed.testing.clients import spec
-from tests.support.coordinators import InThread
+from promptfed.shared.errors import BadInput
+from promptfed.shared.tensors.torch_tensors import encode, state_hash
+from promptfed.testing.clients import content_digest, spec
+from tests.support.coordinators import InProcess, InThread
+from tests.support.open_phases import refusal, told
 
 
 def test_the_same_idempotency_key_answers_the_same_federation(coordinator: InThread) -> None:
@@ -63,3 +70,45 @@ def test_a_token_that_is_still_good_is_kept(kept: str | bytes | None, good: bool
         token = SimpleNamespace(expired=False, expires=datetime.now(UTC) + timedelta(hours=hours))
         federation: Any = SimpleNamespace(tokens={digest("t"): token})
         assert operations._is_good(federation, place) is (good and not expired)
+
+
+def test_a_spec_that_is_no_json_is_refused_where_it_is_not() -> None:
+    told = spec(training={"learning_rate": float("nan")})
+    with pytest.raises(InvalidSpec, match=r"training\.learning_rate"):
+        operations._digest_of(told)
+
+
+def test_what_no_key_of_a_spec_holds_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "resolve", lambda raw: None)
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(InvalidSpec, match="holds NaN, infinity or text that is no Unicode") as told:
+            operations._digest_of({"a": value})
+        assert [error["path"] for error in told.value.members["errors"]] == ["(spec)"]
+    assert operations._digest_of({"b": 1, "a": 2}) == operations._digest_of({"a": 2, "b": 1})
+
+
+def test_an_initial_state_comes_whole_in_its_shape_and_before_the_start(coordinator: InProcess) -> None:
+    federation = coordinator.create()
+    path = f"/v1/federations/{federation}/initial-state"
+
+    def put(tensor: torch.Tensor, announced: bytes | None = None) -> httpx.Response:
+        body = encode({"context": tensor})
+        headers = coordinator.operator | ({"Content-Digest": content_digest(announced)} if announced else {})
+        return coordinator.http.put(path, content=body, headers=headers)
+
+    good = torch.ones(4, 8)
+    assert refusal(put(good[0]))[1:] == ("wrong-shape", "tensor 'context' has 1 dimensions; 2 are expected")
+    assert told(put(good, b"another")) == (400, "digest-mismatch")
+    kept = put(good, encode({"context": good}))
+    assert (kept.status_code, kept.json()["state_hash"]) == (200, state_hash({"context": good}))
+    assert coordinator.registry.get(federation).supplied_state is not None
+    coordinator.post(f"{federation}/cancel")
+    assert told(put(good)) == (409, "wrong-state")
+    coordinator.delete(f"{federation}/clients/nobody", status=404)
+
+
+def test_a_first_federation_that_cannot_be_made_is_said_with_its_file(coordinator: InProcess, tmp_path: Path) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text(json.dumps(spec(rounds=-1)))
+    with pytest.raises(BadInput, match=rf"{file}: .*rounds"):
+        operations.bootstrap(coordinator.registry, Settings(bootstrap=file))

@@ -11,9 +11,10 @@ import pytest
 
 from promptfed.coordinator.engine.readable import Reading
 from promptfed.coordinator.resources.results import evaluations, numbers, phases
-from promptfed.shared.api.report_schemas import ClientEvaluation, PhaseReport
+from promptfed.shared.api.report_schemas import ClientEvaluation, EvaluationReport, PhaseReport
 from promptfed.shared.messages import SplitResult
 
+Nothing: Any = None
 AT = datetime(2026, 1, 1, tzinfo=UTC).isoformat()
 
 
@@ -232,3 +233,66 @@ def test_the_csv_has_one_header(monkeypatch: pytest.MonkeyPatch) -> None:
     header = "round,phase,client,split,name,value\n"
     for begun, lines in (([], [header]), ([1, 2], [f"{header}1,train,,,loss,1.0\n", "2,train,,,loss,1.0\n"])):
         assert [piece.decode() for piece in numbers.as_csv(database, federation, begun)] == lines
+
+
+def test_an_evaluation_is_of_those_whose_answers_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"splits": {"test": {"accuracy": 0.5, "num_samples": 10}}, "zero_shot": {}, "metrics": {"tau": 1.0}}
+    tasks = [
+        SimpleNamespace(**vars(task(name, status)), id=name)
+        for name, status in {"a": "answered", "b": "discarded", "c": "answered", "d": "answered"}.items()
+    ]
+    rows = [
+        SimpleNamespace(task_id=name, body=of, received_at=AT) for name, of in (("a", body), ("b", body), ("d", {}))
+    ]
+    by_table = {evaluations.TaskRow: tasks, evaluations.EvaluationRow: rows}
+    monkeypatch.setattr(evaluations, "rows_by_client", lambda session, table, *where: by_table[table])
+    federation: Any = SimpleNamespace(
+        clients=dict.fromkeys("abcd", SimpleNamespace(role="trainer", domain=None)),
+        spec=SimpleNamespace(task="single_label"),
+    )
+    stage = SimpleNamespace(id=1, opened_at=AT, deadline=AT, closed_at=None, completed_at=None)
+    told = evaluations.evaluation_report(Nothing, federation, stage)
+    assert (sorted(told.clients), told.bytes_up, told.clients["a"].withheld) == (["a"], 0, False)
+    assert told.mean == {"trainer": {"accuracy": 0.5}}
+    assert [line.partition(":")[0] for line in told.unreadable] == ["the evaluation of d"]
+
+
+def final_test(stage: object, selection: object = "accuracy") -> tuple[Any, Any]:
+    """A federation and a session that finds this stage of its final test."""
+    found = SimpleNamespace(one_or_none=lambda: stage)
+    spec = SimpleNamespace(selection=selection, task="single_label")
+    return SimpleNamespace(execute=lambda query: found), SimpleNamespace(id="f", spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("selection", "selected", "stage", "adds"),
+    [
+        ("accuracy", 2, "final", True),
+        ("accuracy", 1, "final", False),
+        (None, 2, "final", False),
+        ("accuracy", 2, None, False),
+    ],
+)
+def test_the_final_test_is_told_with_the_round_that_was_selected(
+    selection: str | None, selected: int, stage: str | None, adds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, federation = final_test(stage, selection)
+    of_round = {"a": evaluated("trainer", {"val": result(0.5)}, {"val": result(0.25)})}
+    tested = {
+        "a": evaluated("trainer", {"test": result(0.75)}, {"test": result(0.125)}),
+        "b": evaluated("trainer", {"test": result(0.25)}, {}),
+    }
+    before = EvaluationReport.model_construct(clients=of_round, unreadable=["x"], mean={}, by_split={}, bounds={})
+    final = EvaluationReport.model_construct(clients=tested, unreadable=["y"])
+    monkeypatch.setattr(evaluations, "selected_round", lambda session, federation: selected)
+    monkeypatch.setattr(evaluations, "evaluation_report", lambda session, federation, stage: final)
+    told = evaluations.with_final_test(session, federation, 2, before)
+    if not adds:
+        assert told is before
+        return
+    assert {name: sorted(client.splits) for name, client in told.clients.items()} == {
+        "a": ["test", "val"],
+        "b": ["test"],
+    }
+    assert sorted(told.clients["a"].zero_shot) == ["test", "val"]
+    assert (told.unreadable, told.mean["trainer"]["accuracy"]) == (["x", "y"], 0.5)
