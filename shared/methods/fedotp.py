@@ -73,9 +73,9 @@ class PatchTextLogits:
         prompts, classes, _ = text.shape
         directions = F.normalize(text, dim=-1)
         patches = split.patches(indices)
-        at_once = max(1, MOST_ENTRIES // max(1, classes * prompts * patches.shape[1]))
+        at_once = max(1, MOST_ENTRIES // (classes * prompts * patches.shape[1]))
         parts = [self._scores(part, directions) for part in torch.split(patches, at_once)]
-        return self._scale * (torch.cat(parts) if parts else text.new_zeros(0, classes))
+        return self._scale * torch.cat(parts)
 
     def _scores(self, patches: Tensor, text: Tensor) -> Tensor:
         """``(B, C)`` ⟨T, S⟩ of ``patches (B, M, d_e)`` and normalised ``text (N, C, d_e)``."""

@@ -211,7 +211,7 @@ class PFedMoAP(ClientRowsMethod):
         if not len(experts) or not any(name.startswith(GATE) for name in private):
             return self.classified(context, own)
         texts, gate = self._texts(context, torch.cat([own.unsqueeze(0), experts])), self._gate(context, private)
-        at_once = max(1, MOST_ENTRIES // max(1, texts.shape[1] * len(gate.parameters["query.bias"])))
+        at_once = max(1, MOST_ENTRIES // (texts.shape[1] * len(gate.parameters["query.bias"])))
         return pf.FeatureClassifier(
             lambda images: torch.cat([gate.logits(part, texts) for part in torch.split(images, at_once)])
         )

@@ -114,7 +114,7 @@ def encode_file(arrays: Mapping[str, Array], path: Path, metadata: object | None
 
 
 def _ready(arrays: Mapping[str, Array]) -> Arrays:
-    return {name: np.asarray(array, order="C") for name, array in sorted(arrays.items())}
+    return {name: np.asarray(array, order="C") for name, array in arrays.items()}
 
 
 def _about(metadata: object | None) -> dict[str, str] | None:
@@ -153,7 +153,7 @@ def decode_file(path: Path) -> tuple[Arrays, object | None]:
         header, metadata = _header(file.read(8 + MAX_HEADER_BYTES), path.stat().st_size)
     try:
         with safe_open(path, framework="np") as checked:  # It checks that all offsets are sound.
-            names = sorted(checked.keys())
+            names = checked.keys()  # in order
         mapped = np.memmap(path, np.uint8, mode="c").view(np.ndarray)
         begin = path.stat().st_size - max((header[name]["data_offsets"][1] for name in names), default=0)
         return {name: _mapped(mapped, begin, header[name]) for name in names}, metadata

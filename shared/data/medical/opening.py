@@ -154,7 +154,7 @@ class Index:
     def __init__(self, root: Path, folder: Path, keys: Keys, settings: Mapping[str, Any]) -> None:
         self.root, self.keys, self.settings = root, keys, dict(settings)
         self._file = folder / f"{keys.id('root', root.resolve())}.jsonl"
-        self._settings = json.dumps(self.settings, sort_keys=True)
+        self._settings = json.dumps(self.settings)
         self._facts: dict[str, tuple[int, str, Facts | None]] = {}
         self._digests: dict[str, bytes] = {}
         self._load()

@@ -138,7 +138,7 @@ class FastPT(pf.ContextMethod):
             raise pf.MethodError(
                 f"{client.name!r} took part as {former.role}: enrol the {client.role} under another name"
             )
-        if client.role == "trainer" and client.domain is not None:
+        if client.role == "trainer":
             domains.check_description(client, former, context, self.hyper.merge_domains)
 
     def check_clients(self, context: pf.ServerContext) -> None:
@@ -161,7 +161,7 @@ class FastPT(pf.ContextMethod):
     def adopt(self, state: Tensors, context: pf.ServerContext) -> Tensors:
         """φ with a row for each trainer's domain, the supplied one where there is one; no domain prompts."""
         # What is not a state of this method is left as it is, for the check that follows to refuse.
-        return state | self._classifier(state, context) if self._by_domain and has_rows(state) else state
+        return state | self._classifier(state, context) if has_rows(state) else state
 
     def _classifier(self, state: Tensors, context: pf.ServerContext) -> Tensors:
         """The part of a first state that is not P^G."""
@@ -302,7 +302,7 @@ class FastPT(pf.ContextMethod):
 
         # Batches of its own, since P^G's are drawn for the same task.
         final = pf.train(replace(context, phase=f"{context.phase}/{PROMPT.name}"), [learned], loss)
-        return learned.detach(), final
+        return learned, final
 
     def _domain_prompt(self, context: pf.ClientContext, private: Tensors) -> Tensor:
         """``(m, d_t)`` this client's domain prompt, or the start that all clients have in common."""

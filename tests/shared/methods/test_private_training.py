@@ -199,6 +199,21 @@ def test_where_no_gradient_is_the_step_is_noise_of_the_said_size_even_for_an_emp
         assert float(drawn.var()) == pytest.approx(1, abs=5 * math.sqrt(2 / theta.numel()))
 
 
+@pytest.mark.parametrize(("texts", "classes", "sizes"), [
+    (64, 5, [8]), (20, 5, [4, 4]), (4, 5, [1] * 8), (9, 1, [3, 3, 2]), (2, 1, [1] * 8),
+])  # fmt: skip
+def test_copies_are_as_many_as_their_texts_and_numbers_allow(
+    texts: int, classes: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three numbers, where a text has room for one."""
+    monkeypatch.setattr(training, "NUMBERS_PER_TEXT", 1)
+    theta, asked = torch.zeros(3, requires_grad=True), list[int]()
+    objective = pf.Objective(lambda copies, rows: (asked.append(len(rows)), copies[0].sum(dim=1))[1])
+    protection = Protection(0.5, 1.0, 8, 8, 1, SeededNoise(5).stream())
+    PrivateGradients(protection, [theta], lambda rows: theta.sum(), objective, 8, classes, texts).step()
+    assert asked == sizes
+
+
 def test_a_device_without_room_for_all_copies_takes_fewer() -> None:
     target = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
     asked: list[int] = []

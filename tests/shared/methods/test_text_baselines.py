@@ -342,6 +342,9 @@ def test_training_stops_when_cancelled_or_broken(backbone: Backbone, make_contex
     with pytest.raises(TaskCancelled):
         method.train(replace(make_context(batch_size=2), cancelled=cancelled), payload, {})
     assert len(asked) == 3
+    told: list[float] = []
+    method.train(replace(make_context(5, batch_size=2, epochs=2), progress=told.append), payload, {})
+    assert told == [step / 6 for step in range(6)], "the share of the steps that are done"
     with pytest.raises(pf.MethodError, match="learning_rate"):
         method.train(make_context(batch_size=2), {"context": torch.full_like(payload["context"], math.nan)}, {})
     empty = replace(make_context(), train=MadeUpSplit(torch.empty(0, backbone.d_e), torch.empty(0, dtype=torch.long)))

@@ -243,6 +243,12 @@ def test_a_missing_domain_prompt_renormalises(mixture: str, backbone: Backbone, 
     whole = torch.softmax(logits, dim=1)
     renormalised = whole[:, [2, 0]] / whole[:, [2, 0]].sum(dim=1, keepdim=True)
     assert_values(torch.softmax(logits[:, [2, 0]], dim=1), renormalised)
+    beside = small.fast_pt(mixture=mixture).variants(context, payload, {})
+    assert set(beside) == ({"global", "hard"} if mixture == "soft" else {"global"})
+    alone = payload | {name: payload[name][:1] for name in ("domain_prompts", "listed_domains")}
+    found = small.fast_pt(mixture=mixture).classifier(context, alone, {}).logits(context.train, torch.arange(6))
+    whole = torch.cat([payload["global_prompt"], payload["domain_prompts"][0]])
+    assert_values(found, text_scores(backbone, whole, context.train.features()))
 
 
 def text_scores(backbone: Backbone, prompt: Tensor, features: Tensor) -> Tensor:
@@ -297,6 +303,8 @@ def test_the_global_prompt_alone_is_what_the_whole_trains_too(backbone: Backbone
     whole = small.fast_pt().train(context, payload, private)
     assert torch.equal(found.update["global_prompt"], whole.update["global_prompt"])
     assert set(found.update) == {"global_prompt"}
+    later = method.train(replace(context, round=2), {"global_prompt": payload["global_prompt"]}, private)
+    assert ("domain_loss" in later.metrics, "domain_prompt" in later.private) == (False, False)
     logits = method.classifier(context, found.update, {}).logits(context.train, torch.arange(3))
     wanted = text_scores(backbone, found.update["global_prompt"], context.train.features()[:3])
     assert_values(logits, wanted)

@@ -177,8 +177,9 @@ def test_a_description_that_another_trainer_has_is_refused() -> None:
 
 @pytest.mark.parametrize("words", ["{}", "... {} -", ""])
 def test_a_description_says_something(words: str) -> None:
-    silent = given.client("d", Domain.model_construct(name="d", description=words))
-    assert "says nothing: use words, as in 'a sketch of a {}'" in refused(given.fast_pt(), silent, None, given.B)
+    for domain in (Domain.model_construct(name="d", description=words), None):
+        said = refused(given.fast_pt(), given.client("d", domain), None, given.B)
+        assert "says nothing: use words, as in 'a sketch of a {}'" in said
 
 
 def test_what_others_learn_depends_on_whether_there_are_domain_prompts() -> None:
