@@ -28,6 +28,13 @@ def drawn() -> store.Drawn:
     return store.read()
 
 
+@pytest.fixture(scope="module")
+def everything() -> tuple[Source, set[str]]:
+    """All styles, and the digests of their training images."""
+    source = open_source("emoji:microsoft+google+mozilla")
+    return source, digests(source, "train")
+
+
 def digests(source: Source, part: str) -> set[str]:
     split = source.train if part == "train" else source.test
     return {split.digest(i) for i in range(len(split))}
@@ -107,14 +114,15 @@ def test_unseen_designers_were_never_read() -> None:
 
 
 @pytest.mark.parametrize("style", list(STYLES))
-def test_kinds_are_tested_on_things_that_are_trained_on_in_no_style(style: str) -> None:
+def test_kinds_are_tested_on_things_that_are_trained_on_in_no_style(
+    style: str, everything: tuple[Source, set[str]]
+) -> None:
     source = open_source(f"emoji:{style}")
     assert source.domain is not None
     assert source.domain.description == STYLES[style].wording
-    everything = open_source("emoji:microsoft+google+mozilla")
-    assert not digests(source, "test") & digests(everything, "train")
-    assert digests(source, "train") <= digests(everything, "train")
-    assert source.class_names == everything.class_names
+    assert not digests(source, "test") & everything[1]
+    assert digests(source, "train") <= everything[1]
+    assert source.class_names == everything[0].class_names
     assert torch.bincount(source.train.labels).min() > 0
     assert torch.bincount(source.test.labels).min() > 0
 

@@ -211,6 +211,7 @@ def test_a_child_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -
         def start(self) -> None:
             assert self.daemon
             self.give_up()
+            assert slow.killed == 1, "it may still write, or wait"
 
         def cancel(self) -> None:
             """It is over."""
