@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import os
+import select
+import signal
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +19,7 @@ import torch
 from PIL import Image
 
 from promptfed.shared import data
-from promptfed.shared.data import DataError, readers
+from promptfed.shared.data import DataError, readers, worker
 from promptfed.shared.data.identity import DataIdentity
 from promptfed.shared.data.pixels import GREY
 from promptfed.shared.data.readers import Answer, Readers, Request
@@ -87,6 +90,9 @@ def test_parts_are_joined_with_their_groups_and_digests() -> None:
     assert [whole.digest(row) for row in range(3)] == [first.digest(1), first.digest(0), second.digest(0)]
     assert whole.groups == ("b", "a", "c")
     assert joined(first, split(3)).groups is None
+    first.subgroups = dict.fromkeys("hgfedcba", ("x", "y"))
+    second.subgroups = dict.fromkeys("bcdefghi", ("z",))
+    assert list(joined(first, second).subgroups.items()) == [(column, ("x", "y", "z")) for column in "bcdefgh"]
 
 
 @pytest.mark.parametrize(("scales", "given", "found"), [
@@ -193,13 +199,15 @@ def test_a_child_that_ends_is_asked_once_more(
         kept.ended = True
         with pytest.raises(IndexError):
             child._running()
+        assert kept.stdin.closed
+        assert kept.stdout.closed
     child.close()
     assert child._process is None
     assert all(one.waited == one.killed and one.stdin.closed and one.stdout.closed for one in begun), "none is left"
 
 
 def test_a_child_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Process(b"")
+    slow, cancelled = Process(b""), []
 
     class Timer:
         daemon = False
@@ -214,12 +222,13 @@ def test_a_child_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -
             assert slow.killed == 1, "it may still write, or wait"
 
         def cancel(self) -> None:
-            """It is over."""
+            cancelled.append(self)
 
     monkeypatch.setattr(readers.threading, "Timer", Timer)
     monkeypatch.setattr(readers.subprocess, "Popen", lambda command, **options: slow)
     assert readers._Child().read(Request("facts"), None).error == "reading it takes more than 60 s"
     assert slow.killed >= 1
+    assert len(cancelled) == 1, "it would end a later request"
 
 
 def test_few_files_are_read_ahead_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +251,74 @@ def test_few_files_are_read_ahead_in_their_order(monkeypatch: pytest.MonkeyPatch
     assert [answer.error for answer in answers] == [str(number) for number in range(20)]
     assert (most[0], under_way[0]) == (2 * readers.AHEAD, 0)
     pool.close()
+
+
+def test_readers_that_are_closed_end_their_children_and_begin_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, given_up, closed = threading.Event(), threading.Event(), []
+
+    class Child:
+        def read(self, request: Request, into: Any) -> Answer:
+            begun.set()
+            given_up.wait(1)
+            return Answer(request.path)
+
+        def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr(readers, "_Child", Child)
+    pool = Readers(1)
+    first, second = (pool.submit(Request("facts", name)) for name in "ab")
+    second.add_done_callback(lambda waiting: given_up.set())
+    assert begun.wait(5)
+    pool.close()
+    assert (first.result().error, second.cancelled(), len(closed)) == ("a", True, 1)
+
+
+@pytest.mark.parametrize(("processors", "count"), [(3, 3), (64, 16)])
+def test_a_process_has_readers_of_its_own(monkeypatch: pytest.MonkeyPatch, processors: int, count: int) -> None:
+    """Of those of the process that it was forked from no thread is left."""
+    known, at_end = {1: None}, []
+    monkeypatch.setattr(readers, "_readers", known)
+    monkeypatch.setattr(readers.machine, "processors", lambda: processors)
+    monkeypatch.setattr(readers.atexit, "register", lambda *call: at_end.append(call))
+    monkeypatch.setattr(readers, "Readers", lambda most: (most, readers._turn.locked()))
+    assert readers.readers() == (count, True)
+    monkeypatch.setattr(readers, "Readers", None)
+    assert known == {os.getpid(): readers.readers()}
+    assert at_end == [(readers._close, os.getpid())]
+
+
+def test_a_child_answers_at_once_and_says_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a library prints is dropped. Its memory is bounded before it reads."""
+    asked, asks = os.pipe()
+    told, tells = os.pipe()
+    if not (pid := os.fork()):
+        os.dup2(asked, 0)
+        os.dup2(tells, 1)
+        os.close(asks)
+        monkeypatch.setattr(worker.machine, "limit_memory", lambda most: monkeypatch.setattr(worker, "MEMORY", -most))
+        answer = lambda request: os.write(1, b"!") and ({**request, "m": worker.MEMORY}, [b"x"])  # noqa: E731
+        monkeypatch.setattr(worker, "answer", answer)
+        try:
+            worker.main()
+        finally:
+            os._exit(0)
+    os.close(asked)
+    os.close(tells)
+    try:
+        with open(told, "rb", buffering=0) as answers:
+            os.write(asks, b'{"n": 0}\n{"n": 1}\n')
+            wanted = b"".join(b'{"n": %d, "m": -%d}\nx' % (number, 3 << 30) for number in range(2))
+            found = b""
+            while len(found) < len(wanted):
+                assert select.select([answers], [], [], 5)[0]
+                found += answers.read(100) or b"it has ended"
+            assert found == wanted
+            os.close(asks)
+            assert answers.read() == b"", "it ends with its parent"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_what_a_child_did_not_take_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
