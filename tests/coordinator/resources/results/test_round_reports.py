@@ -54,6 +54,7 @@ def test_an_update_has_one_verdict(
 )
 def test_metrics_are_weighed_where_all_have_sent_them(parts: list[Any], mean: dict[str, float]) -> None:
     assert phases._mean_metrics(parts) == mean
+    assert list(phases._mean_metrics([(1.0, dict.fromkeys("hcgbfaed", 1.0))])) == list("abcdefgh")
 
 
 def task(client: str, status: str, sha256: str | None = "p", failure: Any = None, down: int = 1) -> Any:
@@ -77,6 +78,8 @@ def test_a_stage_names_who_answered_failed_and_went() -> None:
     assert [one.client for one in told["failed"]] == ["e"]
     assert len(reading.unreadable) == 1
     assert told["payload_sha256"] == "p", "all that had one had the same"
+    all_in = phases.stage_report(stage, [task(name, "answered") for name in "hcgbfaed"], reading)
+    assert all_in["asked"] == all_in["answered"] == list("abcdefgh")
     for others in ([task("a", "open", "q")], [task("a", "open", None)]):
         several = [*tasks, *others] if others[0].payload_sha256 else others
         assert phases.stage_report(stage, several, reading)["payload_sha256"] is None
@@ -121,7 +124,9 @@ def test_means_are_by_role_and_split_over_who_has_it() -> None:
         "trainer": ["test", "val"],
     }
     assert sorted(told["clients"]["b"].bounds) == ["test"]
+    assert [list(told[what]) for what in ("by_split", "bounds")] == [["evaluator", "trainer"]] * 2
     many = evaluated("trainer", dict.fromkeys("hcgbfaed", result(0.5)), {})
+    assert list(evaluations._mean_accuracy([many])) == list("abcdefgh")
     assert list(evaluations._bounds([many], "single_label")) == list("abcdefgh")
 
 
@@ -198,10 +203,12 @@ def test_a_sum_s_report_is_of_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> 
         )
     ]  # fmt: skip
 
+    asked: list[dict[str, Any]] = []
+
     def session(total: Any, sent: int | None) -> Any:
         values = iter([sent, "sha256:state"])
         return SimpleNamespace(
-            execute=lambda query: SimpleNamespace(all=lambda: answers),
+            execute=lambda query: asked.append(query.compile().params) or SimpleNamespace(all=lambda: answers),
             scalars=lambda query: SimpleNamespace(one_or_none=lambda: total),
             scalar=lambda query: next(values),
         )
@@ -223,6 +230,10 @@ def test_a_sum_s_report_is_of_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> 
     assert bare.secure is not None
     assert (bare.secure.sum_clients, bare.secure.sum_weight, bare.secure.privacy) == (None, None, None)
     assert (bare.bytes_up, bare.completed_at, bare.seconds) == (0, None, None)
+    stages[-1].measured = {"phase": "x"}
+    damaged = phases.secure_report(session(None, None), federation, stages)
+    assert (damaged.secure and damaged.secure.mean_norm, len(damaged.unreadable)) == (None, 2)
+    assert [list(params.values()) for params in asked] == [[[3]]] * 3, "those who sent vectors, which is the third step"
 
 
 def test_the_csv_has_one_header(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,3 +307,43 @@ def test_the_final_test_is_told_with_the_round_that_was_selected(
     }
     assert sorted(told.clients["a"].zero_shot) == ["test", "val"]
     assert (told.unreadable, told.mean["trainer"]["accuracy"]) == (["x", "y"], 0.5)
+
+
+def test_a_phase_s_report_is_of_its_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"a": 1.0, "b": 1.0, "c": 50.0}
+    stage = SimpleNamespace(
+        id=1, name="train", sample_size=3, extended=False, opened_at=AT, deadline=AT, closed_at=AT, completed_at=AT,
+        measured={"phase": {"gamma": 0.5}, "clients": {"a": {"share": 1.0}}, "changes": changes},
+    )  # fmt: skip
+    told_of = {"a": (True, 0.75, 1.0), "b": (True, 0.25, 3.0), "c": (True, None, 9.0), "d": (False, None, 7.0)}
+    tasks = [
+        SimpleNamespace(**vars(task(name, "answered")), id=name, counted=counted, weight=weight)
+        for name, (counted, weight, _) in told_of.items()
+    ]
+    updates = [
+        SimpleNamespace(
+            task_id=name, judged=None, sha256=f"sha256:{name}", bytes=10, norm=1.0, received_at=AT, spent=None,
+            metrics={"loss": loss},
+        )
+        for name, (_, _, loss) in told_of.items()
+    ]  # fmt: skip
+    by_table = {phases.TaskRow: [*tasks, SimpleNamespace(**vars(task("e", "open")), id="e")], phases.UpdateRow: updates}
+    monkeypatch.setattr(phases, "rows_by_client", lambda session, table, *where: by_table[table])
+    session: Any = SimpleNamespace(scalar=lambda query: "sha256:state")
+    federation: Any = SimpleNamespace(run=SimpleNamespace(state="running"))
+    report = phases.phase_report(session, federation, stage)
+    assert [(one.client, one.sha256, one.weight) for one in report.counted] == [
+        ("a", "sha256:a", 0.75), ("b", "sha256:b", 0.25), ("c", "sha256:c", 0.0)
+    ]  # fmt: skip
+    assert [(one.client, one.change, one.far, one.verdict) for one in report.updates] == [
+        ("a", 1.0, None, "counted"), ("b", 1.0, None, "counted"), ("c", 50.0, 50.0, "counted"),
+        ("d", None, None, "unused"),
+    ]  # fmt: skip
+    assert (report.metrics, report.bytes_up, report.state_hash) == ({"loss": 1.5}, 40, "sha256:state")
+    assert (report.measured.phase, report.measured.clients) == ({"gamma": 0.5}, {"a": {"share": 1.0}})
+    stage.measured, updates[0].bytes = {"phase": "x"}, "many"
+    report = phases.phase_report(session, federation, stage)
+    assert [line.partition(":")[0] for line in report.unreadable] == ["what was measured", "the update of a"]
+    assert [one.client for one in report.updates] == ["b", "c", "d"]
+    assert [one.client for one in report.counted] == ["a", "b", "c"], "it counts all the same"
+    assert (report.metrics, report.bytes_up, report.measured.phase) == ({"loss": 3.0}, 30, {})
