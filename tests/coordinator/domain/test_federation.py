@@ -45,6 +45,8 @@ def test_whom_the_state_includes_is_described_to_others_while_active() -> None:
     later = replace(known, run=replace(known.run, members={**MEMBERS, "a": IN}))
     assert [info.name for info in later.context().clients] == ["a", "b", "c", "d"]
     assert [info.name for info in known.context(["d", "a"]).clients] == ["a", "d"]
+    coming = known.with_clients(client("e")).context(["e", "c"]).clients
+    assert [(info.name, info.active) for info in coming] == [("c", False), ("e", True)], "one is just enrolling"
 
 
 def test_class_names_are_those_of_all_trainers_that_joined_in_the_first_one_s_order() -> None:
@@ -53,6 +55,7 @@ def test_class_names_are_those_of_all_trainers_that_joined_in_the_first_one_s_or
     assert federation(MEMBERS, given).class_names == turned, "of c, before d; b evaluates, and a is new"
     assert federation({**MEMBERS, "a": IN}, given).class_names is None, "they differ"
     assert federation({}, []).class_names is None
+    assert federation({"d": IN}, given).class_names == ABC, "those of one alone"
     listed = federation(MEMBERS, given, class_names=["p", "q"])
     assert listed.class_names == ("p", "q")
     assert (listed.may_differ, federation(MEMBERS, given).may_differ) == (True, False)
@@ -61,6 +64,8 @@ def test_class_names_are_those_of_all_trainers_that_joined_in_the_first_one_s_or
 def test_a_federation_names_what_differs_most_common_first() -> None:
     assert differing({"a": ABC, "b": ABC[::-1]}) is None
     assert differing({"a": ABC, "b": ("x",)}) == "the trainers' class names differ (a: 'ant', 'bee', 'cat' | b: 'x')"
+    many = tuple("abcdefghi")
+    assert str(differing({"a": ABC, "b": many})).endswith("b: 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', and 1 more)")
     given = {"z": ("bee", "ant", "dog"), "m": ABC, "k": ABC[::-1], "c": ("ant", "bee", "emu")}
     sides = "k, m: 'cat' | c: 'emu' | z: 'dog'"
     assert differing(given) == f"the trainers' class names differ beside 2 that all have ({sides})"
@@ -79,7 +84,8 @@ def test_a_client_is_found_by_its_newest_secret_alone() -> None:
     known = federation({"a": IN}, [client("a")])
     changed = known.with_clients(replace(client("a"), secret_digest="other"))
     assert (set(known.by_secret), set(changed.by_secret)) == ({"secret-a"}, {"other"})
-    assert changed.with_clients(replace(client("a"), secret_digest=None)).by_secret == {}
+    void = changed.with_clients(replace(client("a"), secret_digest=None))
+    assert (void.by_secret, set(void.with_clients(client("a")).by_secret)) == ({}, {"secret-a"})
 
 
 def test_an_update_may_have_what_the_spec_says_or_the_method_needs_once_the_shape_is_known(

@@ -807,6 +807,17 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
+def test_a_run_starts_once_has_its_time_again_after_a_restart_and_fails_with_its_reason() -> None:
+    run = Play(rules(), "a", "b").start()
+    with pytest.raises(WrongMoment):
+        run.send(Start(run.now))
+    run.now += 9
+    run.send(run_state.Restarted(run.now))
+    assert (run.run.stage.deadline, run.run.stage.having("open")) == (19.0, ["a", "b"])
+    run.send(run_state.Fail("ValueError: no"))
+    assert (run.run.state, run.run.reason) == ("failed", "ValueError: no")
+
+
 def test_an_evaluation_is_judged_where_a_round_may_follow_and_only_then() -> None:
     run = Play(rules(rounds=1, patience=5), "a").start()
     with pytest.raises(WrongMoment):

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from promptfed.coordinator.resources.results import exports
-from promptfed.coordinator.resources.results.facts import Tally, known_of
+from promptfed.coordinator.problems import NoState
+from promptfed.coordinator.resources.clients.views import client_view
+from promptfed.coordinator.resources.results import exports, states
+from promptfed.coordinator.resources.results.facts import Tally, _accuracies, _exported, _facts, known_of
+from promptfed.coordinator.store import queries
+from promptfed.coordinator.store.blobs import digest_of
 from promptfed.shared.api import export_card
 from promptfed.shared.api.api_schemas import SelectionView
 from promptfed.shared.api.report_schemas import SpentPrivacy
+from promptfed.shared.messages import Domain
+from promptfed.shared.spec.spec import TEMPLATE
+from promptfed.shared.tensors import encode
+from tests.coordinator.resources.results.test_round_reports import evaluated, result
 from tests.support.coordinators import InProcess
 from tests.support.open_phases import completed
 
@@ -148,3 +158,88 @@ def test_an_export_has_the_last_state_beside_a_chosen_one_and_says_what_it_is_fo
         monkeypatch.setattr(exports, "why_not_alone", lambda method, context, why=why: why)
         files = exports.made(of, federation)
         assert not export_card.Card.model_validate_json(bytes(files[export_card.JSON_FILE])).use.promptfed
+
+
+def test_the_facts_are_of_the_rounds_until_the_result_s(coordinator: InProcess) -> None:
+    id, _ = completed(coordinator, "b", "a", rounds=2, template="a sketch of a {}")
+    registry = coordinator.registry
+    known = known_of(registry, registry.get(id), 1)
+    assert [one.updates_counted for one in known.facts.participants] == [1, 1]
+    assert known.facts.template == "a sketch of a {}"
+    assert known.facts.accuracy is not None
+    assert [(row.client, row.split) for row in known.facts.accuracy.clients] == [("a", "test"), ("b", "test")]
+    chosen = SelectionView(round=1, value=0.5, compared=3)
+    with registry.database.read() as session:
+        clients = [client_view(row) for row in session.scalars(queries.clients(id))]
+    sketch, photo = (Domain(name=name, description=f"a {name} of a {{}}") for name in ("sketch", "photo"))
+    domains = {"a": ("trainer", sketch), "b": ("evaluator", photo), "c": ("trainer", None)}
+    clients = [
+        clients[0].model_copy(update={"name": name, "role": role, "domain": domain})
+        for name, (role, domain) in domains.items()
+    ]
+    view = known.view.model_copy(
+        update={"selection": chosen, "spec": known.view.spec.model_copy(update={"template": None})}
+    )
+    for round, selected in ((1, chosen), (2, None)):
+        facts = _facts(view, clients, Tally(), "sha256:state", round)
+        assert (facts.selection, facts.accuracy, facts.template) == (selected, None, TEMPLATE)
+        assert facts.domains == [sketch]
+    none = view.model_copy(update={"selection": None})
+    assert _facts(none, clients, Tally(), "sha256:state", 1).selection is None
+
+
+def test_accuracies_are_in_order_of_client_and_split() -> None:
+    splits = dict.fromkeys(["val", "test", "later", "early"], result(0.5))
+    clients = {name: evaluated("trainer", splits, {"test": result(0.25)}) for name in ("c", "a", "b")}
+    means = {"trainer": {"test": {"accuracy": 0.5, "zero_shot": 0.25}}, "evaluator": {"val": {"accuracy": 1.0}}}
+    found = _accuracies(SimpleNamespace(measured=(3, SimpleNamespace(clients=clients, by_split=means))), "single_label")
+    assert found is not None
+    order = [(name, split) for name in "abc" for split in ("early", "later", "test", "val")]
+    assert [(row.client, row.split) for row in found.clients] == order
+    assert [row.zero_shot for row in found.clients[:4]] == [None, None, 0.25, None]
+    assert (found.round, found.mean) == (3, {"trainer": {"adapted": 0.5, "zero_shot": 0.25}, "evaluator": {}})
+
+
+@pytest.mark.parametrize("more", [{}, {"server.momentum": np.ones(2, np.float32)}])
+def test_what_is_exported_is_the_method_s_part_of_a_state(more: dict[str, Any], tmp_path: Path) -> None:
+    """The stored bytes where it is all of them."""
+    own = {"context": np.ones((4, 8), np.float32)}
+    content = encode(own | more)
+    path = tmp_path / "state"
+    path.write_bytes(content)
+    row: Any = SimpleNamespace(sha256=digest_of(content))
+    for place in (content, path):
+        registry: Any = SimpleNamespace(blobs=SimpleNamespace(place=lambda digest, place=place: place))
+        found = _exported(registry, row)
+        assert list(found.state) == ["context"]
+        assert found.body == (encode(own) if more else place)
+        body = encode(own) if more else content
+        assert (found.file.bytes, f"sha256:{found.file.sha256}") == (len(body), digest_of(body))
+
+
+@pytest.mark.parametrize(
+    ("at", "steps", "step", "round", "there"),
+    [
+        (2, 1, 1, 2, True), (2, 1, 0, 2, False), (2, 2, 1, 2, False), (2, 2, 3, 2, True), (2, 2, 0, 1, True),
+        (2, 2, 2, 3, False), (0, 1, 0, 0, True), (2, 2, 0, None, True),
+    ],
+)  # fmt: skip
+def test_a_state_is_there_once_the_phases_of_its_round_are_over_and_while_it_is_kept(
+    at: int, steps: int, step: int, round: int | None, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation: Any = SimpleNamespace(
+        name="eyes", run=SimpleNamespace(round=at, step=step), spec=SimpleNamespace(retention="all"),
+        rules=SimpleNamespace(phases=lambda round: (None,) * steps),
+    )  # fmt: skip
+    session: Any = None
+    for row, words in (
+        (SimpleNamespace(stored=True), None),
+        (SimpleNamespace(stored=False), "is no longer kept"),
+        (None, "no state yet"),
+    ):
+        monkeypatch.setattr(states, "last_state", lambda *about, row=row: row)
+        if there and words is None:
+            assert states.state_of(session, federation, round) is row
+        else:
+            with pytest.raises(NoState, match=words if there else f"round {round} is not over: eyes is in round {at}"):
+                states.state_of(session, federation, round)
