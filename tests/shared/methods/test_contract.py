@@ -215,6 +215,27 @@ SHAPE = BackboneShape(
 )
 
 
+OF_PLAN = "this client's own {} prompts as it trained them: each round they go to all who take part in it, unnamed"
+OF_TOWERS = "your changes to the image tower, up to 86 million numbers (ViT-B): images are easier to rebuild from them"
+DISCLOSED: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
+    ({"name": "plan"}, [("sites", OF_PLAN.format("text and visual"))]), ({"name": "promptfl"}, []),
+    ({"name": "plan", "text_aggregation": "mean"}, [("sites", OF_PLAN.format("visual"))]),
+    ({"name": "plan", "visual_aggregation": "mean"}, [("sites", OF_PLAN.format("text"))]),
+    ({"name": "plan", "text_aggregation": "mean", "visual_aggregation": "mean"}, []),
+    ({"name": "fedapt"}, [("operator", "a prompt for every class, as you trained it")]),
+    ({"name": "fedapt", "class_specific": False}, [("operator", "a prompt")]),
+    *(({"name": "fedlora", "towers": towers}, [("operator", f"low-rank changes of attention in {where}")])
+      for towers, where in (("both", "both towers"), ("visual", "the visual tower"), ("text", "the text tower"))),
+    *(({"name": name}, [("operator", f"{OF_TOWERS} than from prompts")]) for name in ("fedavg", "fedrep")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "told"), DISCLOSED)
+def test_what_is_learnt_of_a_client_beside_an_aggregate(method: dict[str, Any], told: list[tuple[str, str]]) -> None:
+    first, *more = make_method(method).disclosures
+    assert (first, [(one.to, one.what) for one in more]) == (pf.AGGREGATE, told)
+
+
 TRAVELS: dict[str, dict[str, tuple[int, ...]]] = {
     "fedclip": {"adapter_w1": (512, 512), "adapter_b1": (512,), "adapter_w2": (512, 512), "adapter_b2": (512,)},
     "fedclipadapter": {"image_w1": (128, 512), "image_w2": (512, 128)}, "fedkgcoop": {"context": (4, 512)},
@@ -503,6 +524,18 @@ def test_payloads_are_as_declared(name: str) -> None:
         others = [method.payload(state, phase, client, context) for client in CLIENTS[1:]]
         same = all(other[key].equal(payload[key]) for other in others for key in payload)
         assert same or not method.one_payload
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.own()))
+def test_one_answer_makes_a_round(name: str, backbone: Backbone) -> None:
+    method = make_method({"name": name})
+    server = pf.ServerContext(TrainingSpec(), shape_of(backbone), MANY, CLIENTS, seed=0, rounds=4)
+    state = method.adopt(method.initial_state(server, initial_draws(0)), server)
+    for phase in (phase for phase in method.phases(1, 1) if phase.up):
+        sent = method.expected_update(phase, CLIENTS[1], server)
+        update = {key: torch.full(shape, 0.5, dtype=getattr(torch, dtype)) for key, (shape, dtype) in sent.items()}
+        state = method.aggregate(state, phase, iter([pf.ClientUpdate("b", 1.0, update)]), weighted_mean, server)
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
 
 
 TRAINS_NOBODY = dict.fromkeys(("fedrep", "pfedpg"), "trains nothing, so it has no linear head") | {

@@ -118,6 +118,30 @@ def test_it_classifies_by_each_images_domains(make_context: Make, t: float) -> N
         assert torch.allclose(found[row], wanted, atol=2e-3)
 
 
+@pytest.mark.parametrize(("images", "parts"), [(6.0, [6]), (5.9, [5, 1]), (0.9, [1] * 6)])
+def test_as_many_keys_as_fit_are_mixed_at_once(
+    images: float, parts: list[int], make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, tried, sizes = make_context(6), method(t=5.0), list[int]()
+    classifier: Any = tried.classifier(context, started(tried, server(context.backbone, "a", "b", "c")), {})
+    text = classifier._text
+    monkeypatch.setattr(classifier, "_text", lambda keys: (sizes.append(len(keys)), text(keys))[1])
+    monkeypatch.setattr(fedapt, "TEXTS", int(images * len(NAMES)))
+    classifier.logits(context.train, torch.arange(6))
+    assert sizes == parts
+
+
+@pytest.mark.parametrize(("hospitals", "t"), [("abc", 0.5), ("abc", 0.01), ("a", 0.5)])
+def test_a_graph_that_mixes_the_keys_of_every_image_classifies_alike(
+    hospitals: str, t: float, make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, tried, rows = make_context(6), method(t=t), torch.tensor([4, 0, 3, 3])
+    classifier = tried.classifier(context, started(tried, server(context.backbone, *hospitals)), {})
+    found = classifier.logits(context.train, rows)
+    monkeypatch.setattr(fedapt, "into_graph", lambda: True)
+    torch.testing.assert_close(classifier.logits(context.train, rows), found, rtol=1e-4, atol=2e-3)
+
+
 def test_own_is_under_ones_own_key(make_context: Make) -> None:
     context, tried = make_context(4), method()
     state = started(tried, server(context.backbone, "hospital-a", "b", "c"))

@@ -122,6 +122,7 @@ def test_a_client_starts_from_the_same_descriptor_whoever_else_is_there() -> Non
     method = method_of()
     few, many = start(method, roster("birch")), start(method, roster(*CLIENTS))
     assert few[DESCRIPTORS][0].equal(many[DESCRIPTORS][1])
+    assert start(method, roster())[DESCRIPTORS].shape == (0, 24)
     other = method.initial_state(roster("birch", seed=4), TorchDraws().manual_seed(1))
     assert not other[DESCRIPTORS].equal(few[DESCRIPTORS])
 
@@ -136,7 +137,8 @@ def test_server_steps_equal_autograd_and_torchs_optimizers_also_of_clients_once_
     for round, answered in enumerate((CLIENTS, ["ash", "cedar"], ["birch"], CLIENTS)):
         deltas = {name: noise(5, 24, seed=10 * round + len(name), scale=0.3) for name in answered}
         literal.step(deltas)
-        state = step(method, state, deltas, context)
+        before, state = state, step(method, state, deltas, context)
+        assert not any(one.requires_grad for one in (*before.values(), *state.values()))
         for name, wanted in literal.shared.items():
             assert_values(state[name], wanted)
         for row, name in enumerate(CLIENTS):

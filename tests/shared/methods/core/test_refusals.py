@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from promptfed.shared.methods import (
     runnable,
 )
 from promptfed.shared.methods.core import costs, refusals
-from promptfed.shared.methods.core.interface import MethodError, ServerContext, TensorSpec
+from promptfed.shared.methods.core.interface import MethodError, Phase, ServerContext, TensorSpec
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
+from promptfed.shared.privacy.accounting import PrivacyError
+from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec
 
 SHAPE = BackboneShape(d_t=8, d_v=8, d_e=8, text_layers=1, vision_layers=1, context_length=64)
 FL = {"name": "promptfl", "m": 4}
@@ -276,14 +278,50 @@ def test_without_rounds_an_export_is_evaluated_and_nobody_trained() -> None:
             refusals.check_rounds(export.model_copy(update={name: object()}))
 
 
+CONTEXT = ServerContext(TrainingSpec(), SHAPE, ("a", "b", "c"), (), 0, 4)
+
+
 @pytest.mark.parametrize(("name", "down", "up"), [
     ("promptfl", 4 * 8, 4 * 8), ("fedlp", 3 * 8 + 3, 3 * 8 + 3), ("coop", 0, 0), ("pfedmoap", 4 * 8 * 2, 4 * 8),
+    ("zero_shot", 0, 0),
 ])  # fmt: skip
 def test_the_most_that_is_exchanged_in_any_phase(name: str, down: int, up: int) -> None:
     """In numbers of four bytes. FedLP's first phase sends sums of features and takes nothing."""
-    method = make_method({"name": name} | ({"m": 4} if name != "fedlp" else {}))
-    context = ServerContext(resolve_spec({"name": "x", "method": FL}).training, SHAPE, ("a", "b", "c"), (), 0, 4)
-    assert costs.exchanged(method, context) == (4 * down, 4 * up)
+    method = make_method({"name": name} | ({"m": 4} if name not in ("fedlp", "zero_shot") else {}))
+    assert costs.exchanged(method, CONTEXT) == (4 * down, 4 * up)
+
+
+def numbers(count: int) -> tuple[TensorSpec, ...]:
+    return (TensorSpec("n", (count,)),)
+
+
+def staged(round: int, rounds: int) -> tuple[Phase, ...]:
+    """The first, second, third and last round have a phase more each; in the second nothing is sent up."""
+    first = {1: (Phase("first", (), numbers(2)),), 2: (Phase("second", numbers(7), ()),)}.get(round, ())
+    third = (Phase("third", (), numbers(1)),) if round == 3 else ()
+    last = (Phase("last", (), numbers(5)),) if round == rounds else ()
+    return (*first, *third, Phase("train", numbers(1), numbers(1)), *last)
+
+
+def test_phases_of_a_first_a_second_and_a_last_round_stand_for_all() -> None:
+    method: Any = SimpleNamespace(name="staged", phases=staged, dims=lambda context: {})
+    assert [phase.name for phase in costs.distinct_phases(method, 9)] == ["first", "train", "second", "last"]
+    by_round = [["first", "train"], ["second", "train"], ["train", "last"]]
+    for rounds, wanted in (
+        (1, [["first", "train", "last"]]),
+        (2, [*by_round[:1], ["second", "train", "last"]]),
+        (9, by_round),
+    ):
+        spec: Any = SimpleNamespace(rounds=rounds)
+        assert [[phase.name for phase in phases] for phases in costs._rounds(method, spec)] == wanted
+    for rounds, sums in ((0, 0), (1, 2), (2, 3), (3, 5), (9, 12)):
+        assert costs.noised_phases(method, rounds, 9) == sums, "two in the first and third, one in the second"
+    assert [costs.training_loops(method, rounds) for rounds in (1, 9)] == [3, 12]
+    for rounds, up in ((1, 5), (9, 5)):
+        assert costs.exchanged(method, replace(CONTEXT, rounds=rounds)) == (4 * 7, 4 * up)
+    silent: Any = SimpleNamespace(name="silent", phases=lambda *given: (Phase("look", numbers(1), ()),))
+    with pytest.raises(PrivacyError, match="silent sends nothing up: there is nothing to protect"):
+        costs.training_loops(silent, 9)
 
 
 @pytest.mark.parametrize(("down", "up", "seconds"), [(300, 100, 4), (100, 300, 4), (100, 100, None), (301, 100, 5)])
