@@ -61,7 +61,7 @@ class FeatureFolder:
                 with path.open("rb") as file:
                     whole = hashlib.file_digest(file, "sha256").hexdigest() + SHARD_SUFFIX == path.name
                 if not whole:
-                    path.unlink(missing_ok=True)
+                    path.unlink()
                     continue
                 with safe_open(path, framework="pt") as tensors:
                     digests = list(tensors.keys())

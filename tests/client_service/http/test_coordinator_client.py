@@ -19,7 +19,7 @@ import pytest
 from pydantic import ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http import connection
+from promptfed.client_service.http import connection, coordinator_client
 from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
@@ -384,6 +384,25 @@ def test_whatever_address_a_task_names_its_payload_comes_from_the_coordinator(ur
     assert asyncio.run(script.client.payload(make_task(url))) == PAYLOAD
     [request] = script.requests
     assert str(request.url) == "https://coordinator.example/v1/federations/fed/tasks/t/payload"
+    assert request.headers["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize(("least", "folder", "in_file"), [(7, True, True), (8, True, False), (7, False, False)])
+def test_a_payload_comes_into_a_file_from_a_size_on(
+    least: int, folder: bool, in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_client, "IN_FILES", least)
+    script = Scripted(lambda _: httpx.Response(200, stream=httpx.ByteStream(PAYLOAD)), give_up_after=0.0)
+    found = asyncio.run(script.client.payload(make_task(), tmp_path if folder else None))
+    assert (found.read_bytes() if in_file and isinstance(found, Path) else found) == PAYLOAD
+    assert len(list(tmp_path.iterdir())) == in_file
+
+
+def test_who_withdraws_says_so() -> None:
+    script = Scripted(httpx.Response(204))
+    asyncio.run(script.client.withdraw())
+    [request] = script.requests
+    assert (request.method, request.url.path) == ("POST", "/v1/federations/fed/withdrawal")
     assert request.headers["authorization"] == "Bearer secret"
 
 

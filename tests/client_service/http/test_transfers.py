@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -170,6 +171,91 @@ def test_a_damaged_whole_file_is_fetched_anew(
     path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     assert play(coordinator.url, client, payload_of(task, tmp_path / "p")) == path
     assert path.read_bytes() == whole, "what a power cut has left under the right name is not trained on"
+
+
+WHOLE = bytes(range(100))
+NAME = hashlib.sha256(WHOLE).hexdigest()
+
+
+def fetched(folder: Path, answers: Callable[[int, str | None], httpx.Response], **given: Any) -> Path:
+    """What is fetched where ``answers`` gives each request's answer, by its number and the range that it asks for."""
+    asked = iter(range(99))
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        wanted = request.headers.get("range")
+        assert request.headers.get("if-range") == (f'"sha256:{NAME}"' if wanted else None)
+        return answers(next(asked), wanted)
+
+    async def run() -> Path:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+            client = CoordinatorClient(http, "http://c", "f", **given)
+            return await coordinator_client.fetch(
+                client, "/p", coordinator_client.Wanted(100, f"sha256:{NAME}"), folder
+            )
+
+    return asyncio.run(run())
+
+
+def from_byte(begin: int, *parts: bytes, cut: bool = False) -> httpx.Response:
+    async def body() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+        if cut:
+            raise httpx.ReadError("cut off")
+
+    headers = MARK | {"Content-Range": f"bytes {begin}-99/100"}
+    return httpx.Response(206 if begin else 200, headers=headers, content=body())
+
+
+@pytest.mark.parametrize(("course", "requests"), [
+    (["more", "more", "none", "none"], 4), (["none", "none"], 2), (["too much", "too much"], 2),
+    (["none", "more", "none", "more", "more", "none"], None),
+])  # fmt: skip
+def test_a_payload_is_waited_for_as_long_as_more_of_it_comes(
+    course: list[str], requests: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine seconds an attempt, and ten without progress are too long."""
+    clock, synced, ranges, have = [0.0], list[Path](), list[str | None](), 0
+
+    def answers(number: int, wanted: str | None) -> httpx.Response:
+        nonlocal have
+        ranges.append(wanted)
+        begin, what = have, (course[number] if number < len(course) else "rest")
+        clock[0] += 9
+        if what == "none":
+            raise httpx.ConnectError("refused")
+        have += 10
+        if what == "more":
+            return from_byte(begin, WHOLE[begin:have], cut=True)
+        return from_byte(begin, WHOLE[begin:have], bytes(200) if what == "too much" else WHOLE[have:])
+
+    async def sleep(seconds: float) -> None:
+        """At once."""
+
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(coordinator_client, "sync_folder", synced.append)
+    folder = tmp_path / "state" / "payloads"
+    if requests is None:
+        path = fetched(folder, answers, give_up_after=10.0, sleep=sleep)
+        assert (path.name, path.read_bytes(), synced) == (NAME, WHOLE, [folder])
+    else:
+        with pytest.raises(ClientError, match="no answer from the coordinator"):
+            fetched(folder, answers, give_up_after=10.0, sleep=sleep)
+        assert len(ranges) == requests
+    moved = [sum(what != "none" for what in course[:number]) * 10 for number in range(len(ranges))]
+    assert ranges == [f"bytes={begin}-" if begin else None for begin in moved]
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_payload_that_is_whole_is_not_asked_for_and_a_refusal_ends_it(tmp_path: Path) -> None:
+    def refuse(number: int, wanted: str | None) -> httpx.Response:
+        problem = {"type": PROBLEM_BASE + "not-found", "title": "t", "status": 404, "detail": "d"}
+        return httpx.Response(404, json=problem, headers=MARK)
+
+    with pytest.raises(Refused, match="not-found"):
+        fetched(tmp_path, refuse)
+    (tmp_path / f"{NAME}.part").write_bytes(WHOLE)
+    assert fetched(tmp_path, refuse).read_bytes() == WHOLE
 
 
 @pytest.mark.parametrize(("status", "headers", "content", "left"), [

@@ -186,6 +186,9 @@ def test_rows_are_held_in_blocks_and_files_that_are_not_whole_go(tmp_path: Path)
     again.see_new_files()
     assert again.files == {"a": name}
     assert [path.name for path in tmp_path.iterdir()] == [name]
+    (tmp_path / name).write_bytes(b"changed since")
+    again.see_new_files()
+    assert (tmp_path / name).exists(), "a file that is known is not read again"
     folder.files["d"] = gone
     folder.touch(["d"])
 

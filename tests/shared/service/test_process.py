@@ -8,6 +8,7 @@ import logging
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from promptfed.client_service.__main__ import main as client
 from promptfed.client_service.exits import Exit
 from promptfed.client_service.settings import Settings as ClientSettings
 from promptfed.coordinator.__main__ import main as coordinator
+from promptfed.coordinator.engine import log_lines
 from promptfed.shared.service import fault_points, process, streams
 from promptfed.shared.service.process import JsonLines, SettingsHelp, TextLines, unfit_server
 from promptfed.shared.service.static_page import StaticPage
@@ -95,6 +97,20 @@ def test_log_lines_are_json_or_plain_text() -> None:
     record.levelno, record.exc_info = 20, None
     assert TextLines("%(message)s").format(record) == "x\\x1b"
     assert "exception" not in json.loads(lines.format(record))
+
+
+@pytest.mark.parametrize(("format", "terminal", "as_text"), [
+    ("auto", True, True), ("auto", False, False), ("text", False, True), ("json", True, False),
+])  # fmt: skip
+def test_a_coordinators_lines_are_text_where_a_terminal_is_watching(
+    format: Any, terminal: bool, as_text: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_up: list[Any] = []
+    monkeypatch.setattr(log_lines.process, "log_to_stderr", lambda *given: set_up.extend(given))
+    monkeypatch.setattr(log_lines.sys, "stderr", SimpleNamespace(isatty=lambda: terminal))
+    log_lines.configure("info", format)
+    assert (isinstance(set_up[0], TextLines), isinstance(set_up[0], JsonLines)) == (as_text, not as_text)
+    assert set_up[1] == "INFO"
 
 
 @pytest.mark.parametrize(
