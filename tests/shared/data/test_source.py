@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import select
 import signal
@@ -146,11 +147,20 @@ def test_what_changed_in_the_classes_is_told_in_part() -> None:
 # Children that read files
 
 
+class Sent(io.BytesIO):
+    """What was sent on, with a flush."""
+
+    whole = b""
+
+    def flush(self) -> None:
+        self.whole = self.getvalue()
+
+
 class Process:
     """As of a child: what it is sent, and what it answers."""
 
     def __init__(self, answers: bytes, ended: bool = False) -> None:
-        self.stdin, self.stdout = io.BytesIO(), io.BufferedReader(io.BytesIO(answers))
+        self.stdin, self.stdout = Sent(), io.BufferedReader(io.BytesIO(answers))
         self.ended, self.killed, self.waited = ended, 0, 0
 
     def poll(self) -> int | None:
@@ -189,6 +199,7 @@ def test_a_child_that_ends_is_asked_once_more(
     found = child.read(Request("facts", "x", 3, {"a": 1}), place)
     assert (found.error, len(begun)) == (error, started)
     assert processes[0].killed == (started == 2)
+    assert {json.dumps(Request("facts", "x", 3, {"a": 1}).__dict__).encode() + b"\n"} == {p.stdin.whole for p in begun}
     if place is not None and error is None:
         assert bytes(place) == b"abc"
     if error is None and into is None:
