@@ -78,3 +78,10 @@ def test_products_are_exact_unless_the_spec_permits_tf32() -> None:
         with torch_settings(task(tf32=permitted)):
             assert torch.get_float32_matmul_precision() == name
             assert torch.backends.cudnn.allow_tf32 is permitted
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_task_has_as_many_threads_as_the_spec_says(threads: int) -> None:
+    torch.set_num_threads(3)
+    with torch_settings(task(threads=threads)):
+        assert torch.get_num_threads() == threads

@@ -19,7 +19,7 @@ from promptfed.shared.privacy import accounting
 from promptfed.shared.spec.spec import FederationSpec, merged
 from tests.support.effects import another, leaves_of, nested
 
-SMALL = "symbols:{}?topic=weather&per_class={}&test_per_class=2"
+SMALL = "symbols:{}?only=sun,cloud,umbrella,snowman&per_class={}&test_per_class=2"
 SITES = [
     Site("a", SMALL.format("neon", 2)),
     Site("b", SMALL.format("sketch", 1) + "&classes=base"),
@@ -57,6 +57,7 @@ VALUES: dict[str, Any] = {
 }  # fmt: skip
 OF_GPUS, IN_TROUBLE = "GPUs alone", "where a client is missing: tests/coordinator/domain/test_round_machine.py"
 UNSEEN = {
+    "training.threads": "how quickly it trains, and last bits: tests/client_service/training/test_kernels.py",
     "name": "a label", "licence": "a label, which the card says", "training.deterministic": OF_GPUS,
     "training.tf32": OF_GPUS, "participation.quorum": IN_TROUBLE, "participation.deadline_seconds": IN_TROUBLE,
     "participation.on_missed_quorum": IN_TROUBLE, "secure_aggregation.threshold": IN_TROUBLE,
