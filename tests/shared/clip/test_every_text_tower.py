@@ -66,18 +66,30 @@ SIZES = {"layers", "width", "heads", "context_length", "vocab_size"}
 
 
 def towers() -> list[Any]:
-    """The second tier takes the smallest tower of each kind that is not large; the third takes all sizes."""
+    """The second tier takes a quarter of the smallest tower of each kind but large ones; the third all sizes."""
     kinds, found = set(), []
     plain = [(json.loads(wanted), wanted) for wanted in configurations()]
     for options, wanted in sorted(plain, key=lambda one: one[0]["text_cfg"].get("width", 0)):
         config = options["text_cfg"]
         named = sorted((key, str(config[key])) for key in config.keys() - SIZES)
         kind = str((options["quick_gelu"], options["custom_text"], named))
-        large = all(map(LARGE.search, configurations()[wanted]))
+        names = configurations()[wanted]
+        name, large = names[0], all(map(LARGE.search, names))
         mark = pytest.mark.slow if large or kind in kinds else pytest.mark.extended
-        kinds |= set() if large else {kind}
-        found.append(pytest.param(wanted, id=configurations()[wanted][0], marks=mark))
+        if mark == pytest.mark.extended:
+            kinds.add(kind)
+            wanted = quarter(options)
+        found.append(pytest.param(wanted, id=name, marks=mark))
     return found
+
+
+def quarter(options: dict[str, Any]) -> str:
+    """The description with a quarter of the heads, each as wide as it is."""
+    config = options["text_cfg"]
+    if "heads" in config:
+        heads = max(1, config["heads"] // 4)
+        config |= {"heads": heads, "width": config["width"] // config["heads"] * heads}
+    return json.dumps(options, sort_keys=True)
 
 
 def build(description: str, folder: Path) -> Any:
