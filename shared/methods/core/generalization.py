@@ -72,7 +72,7 @@ def adjusted(
     round = int(state[ROUND.name]) + 1
     step = STEP * (1 - (round - 1) / context.rounds)
     most = float(abs(differences).max())
-    moved = differences * (step / (len(names) * most)) if most > 0 else differences * 0
+    moved = differences * (step / (len(names) * most)) if most > 0 else differences
     rows = [row_of(name, context) for name in names]
     weights[rows] = xp.clip(weights[rows] + moved, 0, 1)
     shares = _normalised(weights[rows])

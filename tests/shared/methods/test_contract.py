@@ -175,6 +175,7 @@ CANNOT_BE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 CAN_BE = [
     {"name": "pfedpg", "inner_width": 8},
     {"name": "pfedpg", "generator": "mlp", "hidden": 50},
+    {"name": "fedavg", "head": "linear", "fedsr": True},
     *({"name": name, "head": "linear", "projected": True} for name in ("fedvpt", "fedvpt_deep", "singleset_vpt")),
 ]
 
@@ -207,7 +208,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(method: dict[str, Any], spec:
 @pytest.mark.parametrize("method", CAN_BE)
 def test_options_that_go_together_stay(method: dict[str, Any]) -> None:
     assert method["name"] in METHODS
-    assert resolve_spec({"name": "x", "method": method}).method.items() >= method.items()
+    assert resolve_spec({"name": "x", "method": method} | CLASSES).method.items() >= method.items()
 
 
 SHAPE = BackboneShape(

@@ -150,6 +150,8 @@ def test_own_is_under_ones_own_key(make_context: Make) -> None:
     own = tried.variants(context, state, {})["own"].logits(context.train, torch.arange(4))
     wanted = tried.classifier(context, only, {}).logits(context.train, torch.arange(4))
     assert torch.allclose(own, wanted, atol=1e-4)
+    nobody = MadeUpSplit(torch.zeros(0, context.backbone.d_e), torch.zeros(0, dtype=torch.long))
+    assert tried.variants(replace(context, train=nobody), state, {}) == {}
 
 
 def test_keys_do_not_depend_on_who_joins_when(backbone: Backbone) -> None:
@@ -177,7 +179,10 @@ def test_the_same_wording_is_one_domain(backbone: Backbone) -> None:
     assert len(domains_of(clients("a", "b", "d", words=words))) == 2, "who describes none is one"
     with pytest.raises(pf.MethodError, match="of one domain"):
         method().check_clients(server(backbone, "a", "b", words=words))
+    method().check_clients(server(backbone, "a", "c", words=words))
     one, other = clients("a", "c", words=words)
+    for former in (None, one):
+        method().admit(one, former, server(backbone, "c"))
     with pytest.raises(pf.MethodError, match="another domain"):
         method().admit(replace(one, domain=other.domain), one, server(backbone, "c"))
     with pytest.raises(pf.MethodError, match="took part as trainer: enrol the evaluator under another name"):
@@ -190,6 +195,10 @@ def test_each_client_is_handed_its_own_key(make_context: Make, backbone: Backbon
     keys = [handed(tried, state, roster, name)["key"] for name in ("a", "b")]
     assert not keys[0].equal(keys[1])
     assert keys[0].equal(state["keys"][0])
+    [stranger] = clients("unseen")
+    judged = tried.payload(state, None, stranger, roster)
+    assert all(judged[name].equal(state[name]) for name in ("meta_prompt", "query_weight", "keys"))
+    assert started(tried, server(backbone))["keys"].shape == (0, 2, backbone.d_t)
     with pytest.raises(pf.MethodError, match="does not know the domain"):
         tried.train(make_context(3), handed(tried, state, roster, "a"), {})
 

@@ -130,6 +130,14 @@ def test_who_classifies_with_what(backbone: Backbone, make_context: Make) -> Non
         scored = found.logits(context.train, rows)
         assert float((scored - wanted).abs().max()) <= 2e-5 * float(wanted.abs().max())
         assert not hasattr(found, "weights"), "plain code cannot use it"
+    kept = [(none, {}, set()), (none, trained, {"global"}), (context, {}, {"global"})]
+    assert all(set(tried.variants(own, payload, private)) == names for own, private, names in kept)
+
+
+def test_private_contexts_start_alike_with_the_stated_spread(make_context: Make) -> None:
+    long, short = (otp(m=m).local_context(patched(make_context()), {}) for m in (16, 2))
+    assert short.equal(long[:2])
+    assert float(long.std()) == pytest.approx(0.02, rel=0.1)
 
 
 def test_an_image_alone_and_among_others(backbone: Backbone, make_context: Make) -> None:

@@ -15,6 +15,7 @@ from promptfed.shared.methods import fedcocoop, make_method
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.interface import Retargets
 from promptfed.shared.methods.core.training import TaskCancelled, batches, learning_rate
+from promptfed.shared.methods.promptfl import mixed
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
@@ -83,6 +84,10 @@ def test_promptfl_ft_classifies_after_fine_tuning(backbone: Backbone, make_conte
         untuned = make_method({"name": "promptfl", "m": M}).classifier(context, start, {})
     tuned = fine_tuner(finetune_epochs=1).classifier(context, start, {}).logits(context.train, torch.arange(8))
     assert not tuned.requires_grad
+    other = context.with_terms(training=context.training.model_copy(update={"learning_rate": 0.5}))
+    with torch.no_grad():
+        named = fine_tuner(finetune_epochs=3, finetune_learning_rate=0.02).classifier(other, start, {})
+    assert_values(named.logits(context.train, torch.arange(8)), wanted, 1e-4)
     assert_values(found, wanted, 1e-4)  # cosines' rounding times the logits' scale, after six steps
     assert float((untuned.logits(context.train, torch.arange(8)) - wanted).abs().max()) > 0.1
     assert torch.equal(start["context"], start_context(backbone))
@@ -236,6 +241,10 @@ def proximal_loss(context: pf.ClientContext, start: Tensors, mu: float) -> liter
         return plain(tensors, rows) + sum(mu / 2 * torch.dot(row - base, row - base) for row, base in moved)
 
     return loss
+
+
+def test_texts_of_both_contexts_are_mixed_by_their_shares() -> None:
+    assert mixed(torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]]]), 0.25).tolist() == [[0.75, 0.5]]
 
 
 @pytest.mark.parametrize(("name", "mu"), [("promptfl", 0.0), ("promptfl_prox", 0.7)])

@@ -592,6 +592,8 @@ def test_ga_s_step_shrinks_over_the_rounds_and_weights_stay_within_bounds() -> N
     assert late["ga_weights"].tolist() == pytest.approx([0.5 + 0.01, 0.5 - 0.01])  # d = 0.2·(1 − 9/10)
     low, shares = adjusted(weights_state(0.99, 0.01), {"a": 1.0, "b": -1.0}, roster("a", "b"), centred=True)
     assert (low["ga_weights"].tolist(), shares["b"]) == ([1.0, 0.0], 0.0)
+    high, _ = adjusted(weights_state(0.99, 0.01), {"a": 1.0, "b": 0.5}, roster("a", "b"), centred=False)
+    assert high["ga_weights"].tolist() == pytest.approx([1 / 1.06, 0.06 / 1.06]), "0.99 + 0.1 is 1"
     none, shares = adjusted(weights_state(0.3, 0.7), {"a": 0.0, "b": 0.0}, roster("a", "b"), centred=True)
     assert none["ga_weights"].tolist() == pytest.approx([0.3, 0.7]), "the first round has no gaps"
 

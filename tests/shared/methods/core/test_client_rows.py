@@ -347,6 +347,8 @@ def test_who_gets_which_mixture() -> None:
     tried = amp(m=1)
     state = pool([[2, 0], [4, 0], [0, 0], [50, 0]], [1, 1, 0, 1])
     assert tried.payload(state, None, of(context, "c"), context)["message"].tolist() == [[3.0, 0.0]]
+    [nobody] = roster("nobody", evaluators=("nobody",)).clients
+    assert tried.payload(state, None, nobody, context)["message"].tolist() == [[3.0, 0.0]]
     empty = pool([[0, 0]] * 4, [0] * 4)
     assert tried.payload(empty, None, of(context, "a"), context)["message"].tolist() == [[9.0, 9.0]]
     stranger = ClientInfo("nobody", "evaluator", 0, ())

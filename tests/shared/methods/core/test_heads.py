@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from dataclasses import replace
 
 import pytest
@@ -193,3 +195,9 @@ def test_small_entropy_stays_finite_in_float32() -> None:
         plan = transport_plan(given, 0.8, 0.01)
         assert bool(torch.isfinite(plan).all())
         assert torch.allclose(plan.sum((-2, -1)), torch.full((3,), 0.8), atol=1e-4)
+
+
+def test_a_kept_head_is_of_a_digest_of_names_in_order() -> None:
+    """It lies on clients' disks: another one would begin their heads anew."""
+    wanted = struct.unpack("<4q", hashlib.sha256('["sun","é"]'.encode()).digest())
+    assert tuple(heads._digest(("sun", "é")).tolist()) == wanted

@@ -89,6 +89,16 @@ def test_the_threshold_comes_from_any_start_to_the_best_one(backbone: Backbone) 
         assert float(bias.value) * backbone.logit_scale == pytest.approx(math.log(share / (1 - share)), abs=1e-2)
 
 
+def test_a_step_of_the_threshold_is_the_inverse_of_the_largest_curvature(backbone: Backbone) -> None:
+    """C·b has the curvature 1/(4·C) at most, for a sum over C classes."""
+    bias = LabelBias(torch.tensor([0.5]), backbone, 3)
+    bias.leaf.grad = torch.tensor([0.2])
+    for _ in range(2):  # the second time there is no gradient
+        bias.step()
+        assert float(bias.leaf.detach()) == pytest.approx(0.5 * 3 * backbone.logit_scale - 4 * 3 * 0.2, rel=1e-6)
+        assert (bias.leaf.grad, bias.value.requires_grad) == (None, False)
+
+
 def test_copies_have_thresholds_of_their_own(backbone: Backbone) -> None:
     bias = LabelBias(torch.zeros(1), backbone, 3)
     loss = ClassificationLoss(replace(context_of(backbone), label_loss=bias))
