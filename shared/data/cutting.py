@@ -166,7 +166,7 @@ def _parts(source: Source, kind: str, options: Options) -> list[Rows]:
         raise DataError(f"{options.uri}: classes_per_client is for partition=pathological.")
     if options.given(["alpha"]) and kind != "dirichlet":
         raise DataError(f"{options.uri}: alpha is for partition=dirichlet.")
-    if kind == "pathological" and each is not None:
+    if each is not None:
         classes = partition.classes_each(len(source.class_names), each, seed, clients)
         return _by_classes(source, classes, options)
     if clients is None:

@@ -115,7 +115,7 @@ class Options(Use):
         try:
             return cls(uri=uri, role=role, **values)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
+            first = error.errors()[0]
             name = str(first["loc"][0])
             raise DataError(f"{uri}: {name}={_wrong(first, values[name], cls.model_fields[name].title)}.") from None
 

@@ -135,7 +135,7 @@ class SharedSources:
         cutting = Options.own() - {"split_seed", *kind.at_opening}  # what does not describe the whole data set
         own = options.model_dump(exclude_unset=True, exclude={*cutting, *Use.model_fields})
         whole_test = kind.of_files and options.is_whole_test
-        key = scheme, body, tuple(sorted(own.items())), kind.of_files and options.role == "evaluator", whole_test
+        key = scheme, body, tuple(own.items()), kind.of_files and options.role == "evaluator", whole_test
         if key not in self._wholes:
             self._wholes[key] = _Whole(open_whole(scheme, body, options))
         return self._wholes[key]

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from promptfed.shared.data import DataError, Source
-from promptfed.shared.data.cutting import apply_common, divided, kept_names
+from promptfed.shared.data.cutting import apply_common, divided, kept_names, only
 from promptfed.shared.data.options import SymbolsOptions
 from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.source import Split
@@ -40,6 +40,10 @@ def test_no_class_is_refused(only: str | None, least: int | None, words: str) ->
     given = {"only": only, "min_per_class": least}
     with pytest.raises(DataError, match=words):
         kept_names(NAMES, COUNTS, options(**{key: one for key, one in given.items() if one is not None}))
+
+
+def test_without_a_choice_nothing_is_cut() -> None:
+    assert only(FEW, options()) is FEW
 
 
 def test_without_images_the_largest_has_none() -> None:
@@ -133,6 +137,13 @@ def test_every_image_has_one_client_and_a_group_stays_whole(kind: str, groups: s
         assert all(label == 0 for part in parts for _, label in part[1])
 
 
+@pytest.mark.parametrize(("kind", "even"), [("iid", True), ("dirichlet", False)])
+def test_equal_parts_are_of_iid_alone(kind: str, even: bool) -> None:
+    whole = source([0, 1] * 15, [0, 1] * 15)
+    parts = [cut(whole, "trainer", {"partition": kind, "clients": 3, "client": client}) for client in range(3)]
+    assert ([[len(side) for side in part[1:]] for part in parts] == [[10, 10]] * 3) is even
+
+
 def test_an_evaluators_images_alone_are_divided_too() -> None:
     for whole, side in ((source([], [0, 1, 0, 1]), 2), (source([0, 1, 0, 1], []), 1)):
         parts = [cut(whole, "evaluator", {"partition": "iid", "clients": 2, "client": k}) for k in range(2)]
@@ -146,9 +157,14 @@ def test_an_evaluators_images_alone_are_divided_too() -> None:
     (["test", "train", "train"], "xyx", {"role": "evaluator"}, ([], [0, 1, 2])),
     (["test", "train", "train"], "xyx", {"names_only": True}, ([0, 1, 2], [0, 1, 2])),
     (["test", "train", "train"], None, {"role": "evaluator", "test_on": "test"}, ([1, 2], [0])),
+    ([None], "x", {}, "one group cannot be both"), ([None], None, {}, "class a has one image"),
+    (["test"] * 8 + ["train"] * 8, "hgfedcba" * 2, {}, "the group a has images in train and in test"),
 ])  # fmt: skip
 def test_images_are_divided_by_their_splits(splits: list[str], groups: str, query: Any, parts: Any) -> None:
-    whole, options = source([0, 0, 0], [], groups=groups).train, SymbolsOptions.model_validate({"uri": "x:"} | query)
+    whole, options = (
+        source([0] * len(splits), [], groups=groups).train,
+        SymbolsOptions.model_validate({"uri": "x:"} | query),
+    )
     if isinstance(parts, str):
         with pytest.raises(DataError, match=parts):
             divided(whole, splits, ("a",), None, "a {}", options)
@@ -160,10 +176,11 @@ def test_images_are_divided_by_their_splits(splits: list[str], groups: str, quer
 
 @pytest.mark.parametrize(
     ("share", "seed", "drawn", "turn"),
-    [(0.9, 1, 1, 0), (0.5, 1, 0, 1), (0.5, 2, 1, 0), (0.25, 7, 1, 3), (0.4, 1, 0, 1)],
+    [(0.25, None, 0, 0), (0.9, 1, 1, 0), (0.5, 1, 0, 1), (0.5, 2, 1, 0), (0.25, 7, 1, 3), (0.4, 1, 0, 1)],
 )
-def test_turns_go_round_before_another_order(share: float, seed: int, drawn: int, turn: int) -> None:
+def test_turns_go_round_before_another_order(share: float, seed: int | None, drawn: int, turn: int) -> None:
     labels = [0, 1] * 10
-    found = cut(source(labels, [0]), "trainer", {"validation": share, "validation_seed": seed})
+    given = {} if seed is None else {"validation_seed": seed}
+    found = cut(source(labels, [0]), "trainer", {"validation": share} | given)
     _, held_out = train_test(torch.tensor(labels), drawn, share, turn)
     assert [shade for shade, _ in found[2]] == held_out.tolist()

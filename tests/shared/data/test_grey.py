@@ -13,6 +13,7 @@ from PIL import Image
 from promptfed.shared.clip import FeatureCache, image_reading, load_backbone
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data import readers as data_readers
+from promptfed.shared.data.options import FolderOptions
 from promptfed.shared.data.registry import SharedSources, class_names_of
 
 Numbers = np.ndarray[Any, Any]
@@ -91,13 +92,17 @@ def test_numbers_below_0_need_both_ends_unless_all_files_have_them(tmp_path: Pat
     assert open_source(write(tmp_path / "same", *[whole(2000, "i4") - 1000] * 2, end="tif")).grey == (-900, 1000)
 
 
-UNREADABLE = ["0", "abc", "-3", "nan", "inf", "", "5,5", "9,1", "1,2,3", "1,"]
+UNREADABLE = ["0", "-inf,5", "5,inf", "nan,5", "abc", "-3", "nan", "inf", "", "5,5", "9,1", "1,2,3", "1,"]
 
 
 @pytest.mark.parametrize("value", UNREADABLE)
 def test_an_unreadable_option_is_refused(tmp_path: Path, value: str) -> None:
     told = refused(write(tmp_path, whole(4000), whole(4001)) + f"?grey={value}")
     assert f"grey={value} cannot be read; give bits (12)" in told
+
+
+def test_a_fraction_may_be_below_one() -> None:
+    assert FolderOptions.parse("folder:x", "grey=0.5").grey == (0.5,)
 
 
 def test_an_option_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -50,6 +50,27 @@ def test_a_large_picture_is_shrunk_by_a_whole_number(
     assert image_files.shrunk(Image.new("RGB", size)).size == size_after
 
 
+@pytest.mark.parametrize(("size", "size_after"), [((10, 10), (10, 10)), ((101, 1), (101, 1)), ((20, 6), (7, 2))])
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_a_picture_of_more_pixels_is_read_smaller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, size: tuple[int, int], size_after: tuple[int, int]
+) -> None:
+    for name, value in (("LARGE", 100), ("SHRUNK", 20), ("LEAST_SIDE", 2)):
+        monkeypatch.setattr(image_files, name, value)
+    Image.new("RGB", size).save(tmp_path / f"a.{suffix}")
+    by_jpeg = {(20, 6): (10, 3)} if suffix == "jpg" else {}  # a decoder of JPEG makes a half, a quarter, an eighth
+    assert image_files.read_image(tmp_path / f"a.{suffix}").size == by_jpeg.get(size, size_after)
+
+
+@pytest.mark.parametrize(("size", "box"), [
+    ((200, 2), None), ((2, 200), None), ((203, 2), (1, 0, 201, 2)), ((2, 205), (0, 2, 2, 202)), ((300, 299), None),
+])  # fmt: skip
+def test_a_line_keeps_its_middle(size: tuple[int, int], box: tuple[int, int, int, int] | None) -> None:
+    drawn = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    image = Image.fromarray(drawn)
+    assert image_files.middle(image).tobytes() == (image if box is None else image.crop(box)).tobytes()
+
+
 @pytest.mark.parametrize(
     ("mode", "says"), [("warn", ""), ("bomb", "it has too many pixels; make it smaller, as in: magick a.png")]
 )

@@ -132,13 +132,17 @@ def test_malformed_rows_of_a_table_of_scans_are_refused_without_their_cells(tmp_
 
 
 def told_of(caplog: pytest.LogCaptureFixture, uri: str) -> list[str]:
-    """What is logged of a source: once, however often it is opened."""
-    caplog.clear()
-    tell_look_alikes.cache_clear()
-    folders._tell.cache_clear()
+    """What is logged of a source, in whatever way it is opened: once, however often it is."""
+    told = []
     for read in (open_source, class_names_of, SharedSources().open):
-        read(uri, "evaluator")
-    return caplog.messages
+        caplog.clear()
+        tell_look_alikes.cache_clear()
+        folders._tell.cache_clear()
+        for _ in range(2):
+            read(uri, "evaluator")
+        told.append(list(caplog.messages))
+    assert told[0] == told[1] == told[2]
+    return told[0]
 
 
 def test_a_label_with_a_space_at_an_end_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from promptfed.shared.data import DataError, readers, worker
 from promptfed.shared.data.identity import DataIdentity
 from promptfed.shared.data.pixels import GREY
 from promptfed.shared.data.readers import Answer, Readers, Request
-from promptfed.shared.data.registry import check_filled, tell_look_alikes
+from promptfed.shared.data.registry import SharedSources, check_filled, parse_uri, tell_look_alikes
 from promptfed.shared.data.source import Source, Split, in_words, joined, one_scale, refuse_special_files
 
 
@@ -116,7 +116,9 @@ def test_grey_pictures_have_one_scale(scales: list[Any], given: Any, found: Any)
 
 
 def test_a_part_without_an_image_is_refused() -> None:
-    for train, test, role, lacking in ((1, 0, "trainer", "test"), (0, 1, "trainer", "train"), (0, 1, "evaluator", "")):
+    for train, test, role, lacking in (
+        (1, 0, "trainer", "test"), (0, 1, "trainer", "train"), (0, 1, "evaluator", ""), (1, 0, "evaluator", "test"),
+    ):  # fmt: skip
         source = Source("x:", ("a",), None, "{}", split(*[1] * train), split(*[1] * test))
         if lacking:
             with pytest.raises(DataError, match=f"x:: no image is left in {lacking}"):
@@ -125,6 +127,37 @@ def test_a_part_without_an_image_is_refused() -> None:
             check_filled(source, role)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         data.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(("written", "body"), [
+    ("a%3Fb", "a?b"), ("a%3fb%3F", "a?b?"), ("a%253Fb", "a%3Fb"), ("a%252525253Fb", "a%2525253Fb"), ("5%25", "5%25"),
+])  # fmt: skip
+def test_a_question_mark_of_a_path_is_written_in_percent(written: str, body: str) -> None:
+    assert parse_uri(f"folder:{written}?domain=x")[:2] == ("folder", body)
+
+
+def test_a_folder_without_a_scheme_is_told_its_own(tmp_path: Path) -> None:
+    for address, meant in ((tmp_path, f"; write folder:{tmp_path} for folders of images."), ("nowhere:x", None)):
+        with pytest.raises(DataError) as caught:
+            parse_uri(str(address))
+        assert str(caught.value).endswith(meant or "torchvision.")
+
+
+def test_sources_are_shared_in_turn_and_apart_by_use(tmp_path: Path) -> None:
+    for part, count in (("train", 3), ("test", 2)):
+        (tmp_path / part / "a").mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (2, 2), (number, count, 0)).save(tmp_path / part / "a" / f"{number}.png")
+    shared, turn, uri = SharedSources(), MagicMock(), f"folder:{tmp_path}"
+    shared._turn = turn
+    counts = [len(shared.open(f"{uri}?test_on={which}", "evaluator").test) for which in ("all", "test", "all")]
+    assert (counts, turn.__enter__.call_count) == ([5, 2, 5], 3)
+    shared.add("own", cast(Any, None))
+    assert (shared.open("own"), turn.__enter__.call_count) == (None, 5)
+    (tmp_path / "t.csv").write_text("path,label,split\ntrain/a/0.png,a,train\n")
+    for opened in (data.open_source, SharedSources().open):
+        with pytest.raises(DataError, match="no image is left in test"):
+            opened(f"csv:{tmp_path / 't.csv'}?test_on=test", "evaluator")
 
 
 @pytest.mark.parametrize(("count", "shown"), [(1, 1), (5, 5), (6, 5)])
