@@ -313,13 +313,14 @@ def test_the_bounds_are_above_the_curvature_and_no_step_raises_the_loss(backbone
         state["text_weight_change"],
     )
     assert float(torch.linalg.eigvalsh(torch.diag(problem.text_bounds) - curvature)[0]) >= -1e-5
-    losses = [float(loss_by_hand_of_fedlp(context, *state.values()))]
+    losses, counted = [float(loss_by_hand_of_fedlp(context, *state.values()))], list[int]()
     for _ in range(8):
-        result = make_method({"name": "fedlp"}).train(context, state, {})
+        result = make_method({"name": "fedlp"}).train(replace(context, count_trained=counted.append), state, {})
         state = result.update
         losses.append(result.metrics["loss"])
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.01
+    assert counted == [len(NAMES) * (backbone.d_e + 1)] * 8
 
 
 def test_the_classifier_adds_prototypes_and_weighted_texts(backbone: Backbone, make_context: Make) -> None:

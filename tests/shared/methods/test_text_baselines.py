@@ -172,6 +172,13 @@ def test_fedcocoop_training_equals_the_equations(
     assert found.private == {}
 
 
+@pytest.mark.parametrize("m", [1, 2])
+def test_fedtpg_tells_how_alike_several_vectors_are(m: int, backbone: Backbone, make_context: Make) -> None:
+    method = make_method({"name": "fedtpg", "m": m})
+    state = method.initial_state(server_context(backbone.d_t, backbone.d_e), initial_draws(3))
+    assert ("context_cosine" in method.train(make_context(4, epochs=1), state, {}).metrics) is (m > 1)
+
+
 def test_fedcocoop_scores_each_image_under_its_own_context(backbone: Backbone, make_context: Make) -> None:
     context, state = make_context(6), some_state(backbone)
     found = make_method({"name": "fedcocoop", "m": M}).classifier(context, state, {})

@@ -205,6 +205,16 @@ def test_perfedavg_tells_how_far_it_is_and_ends_where_it_is_told_or_has_diverged
     first = method.train(context, state, {})
     assert told == pytest.approx([0, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6])
     assert first.metrics["loss"] > 0
+    counted, rows = list[int](), torch.arange(6)
+    still = replace(task(backbone, batch_size=1, learning_rate=1e-9), count_trained=counted.append)
+    found = method.train(still, state, {})
+    assert counted == [sum(tensor.numel() for tensor in found.update.values())]
+    seconds = still.train.asked[1::2]
+    adapted = method.classifier(still, state, {}).logits(still.train, rows)
+    wanted = F.cross_entropy(adapted[seconds], still.train.labels[seconds])
+    assert found.metrics["loss"] == pytest.approx(float(wanted), rel=1e-3), "the mean over the second batches"
+    turned = replace(still, class_names=(NAMES[2], NAMES[0]), label_space=NAMES)
+    assert_values(method.classifier(turned, state, {}).logits(still.train, rows), adapted[:, [2, 0]])
     told.clear()
     method.train(replace(task(backbone, batch_size=2), progress=told.append), state, {})
     assert told == [0]

@@ -348,6 +348,11 @@ def test_sizes(backbone: Backbone) -> None:
     ):
         with pytest.raises(pf.MethodError, match=wanted):
             lora(**options).dims(server)
+    text = {"r": 24, "q": 3, "d_t": 24, "k_t": 2}
+    for options in ({"blocks": "last_k", "k": 2}, {"blocks": "all", "k": 9}):
+        assert lora(r=24, **options).dims(server).items() >= text.items()
+    blind = replace(server, shape=shape.model_copy(update={"d_v": None}))
+    assert lora(r=24, towers="text").dims(blind) == text
     assert lora(towers="text").needs.cached_features
     assert not lora().needs.cached_features
 
