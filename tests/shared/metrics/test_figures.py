@@ -124,6 +124,7 @@ def test_a_temperature_undoes_a_scale_of_the_logits() -> None:
     assert fitted_temperature(labels, 4 * logits) == pytest.approx(4, rel=0.1)
     assert fitted_temperature(labels, logits / 4) == pytest.approx(0.25, rel=0.1)
     assert fitted_temperature(logits.argmax(axis=1), logits) == pytest.approx(0.05, rel=0.01), "the least one"
+    assert fitted_temperature([0, 0], [[0.0, 5.0]] * 2) == pytest.approx(20, rel=0.01), "the largest one"
 
 
 def test_nearly_one_class_is_said_of_answers_that_no_label_explains() -> None:
