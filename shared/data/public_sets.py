@@ -195,7 +195,8 @@ def open_hugging_face(body: str, options: HuggingFaceOptions) -> Source:
 def _scaled(source: Source, options: TorchvisionOptions | HuggingFaceOptions) -> Source:
     """The source with one scale for its grey pictures of more than 8 bits: all are read if the first one is such."""
     parts, given = (source.train, source.test), options.grey
-    if not options.names_only and (given or parts[0].scales([0])[0]):
+    first = next((part for part in parts if len(part)), None)
+    if first is not None and not options.names_only and (given or first.scales([0])[0]):
         scales = [scale for part in parts for scale in part.scales(range(len(part)))]
         source.train.grey = source.test.grey = one_scale(scales, options.uri, given)
     return source

@@ -136,6 +136,10 @@ def test_a_palette_and_a_transparent_colour_stand_on_white(tmp_path: Path) -> No
     for end in ("png", "gif", "tif"):
         image.save(tmp_path / f"a.{end}")
         assert colours(tmp_path / f"a.{end}") == [(255, 0, 0), (10, 20, 30), (0, 0, 255)]
+    twice = image.copy()
+    twice.putpalette([5, 6, 7] * 3)
+    twice.save(tmp_path / "twice.png")
+    assert colours(tmp_path / "twice.png") == [(5, 6, 7)] * 3, "a palette may name a colour several times"
     for end in ("png", "gif"):
         image.save(tmp_path / f"b.{end}", transparency=1)
         assert colours(tmp_path / f"b.{end}") == [(255, 0, 0), (255, 255, 255), (0, 0, 255)]
@@ -177,7 +181,10 @@ def test_what_was_not_blank_does_not_become_blank(tmp_path: Path) -> None:
     white = Image.new("RGBA", (2, 1), (255, 255, 255, 255))
     white.putpixel((0, 0), (255, 255, 255, 0))
     white.save(tmp_path / "white.png")
-    for name in ("flat.png", "white.png"):
+    black = Image.new("CMYK", (2, 1), (0, 0, 0, 255))
+    black.putpixel((0, 0), (255, 0, 0, 255))
+    black.save(tmp_path / "black.tif")
+    for name in ("flat.png", "white.png", "black.tif"):
         with pytest.raises(DataError, match=rf"{name} .*all its values would become equal"):
             read_image(tmp_path / name)
     assert shown(written(tmp_path / "b.png", [[0, 0]], "u2")) == [[0, 0]]  # it was blank before
@@ -292,7 +299,7 @@ def test_a_folder_of_deep_pictures_is_that_of_eight_bits(tmp_path: Path) -> None
     [(0, 7, 8), (9, 0x80 | 15, 16), ((1 << 16) - 43, 11, 12), ((1 << 16) - 42, 11, 8), (None, 11, 8)],
 )
 def test_the_depth_of_jpeg_2000_stands_in_the_head_of_its_stream(before: int | None, depth: int, bits: int) -> None:
-    content = bytes(before or 0) + (b"" if before is None else b"\xff\x4f\xff\x51") + bytes(38) + bytes([depth] * 2)
+    content = bytes(before or 0) + (b"" if before is None else b"\xff\x4f\xff\x51") + bytes(38) + bytes([depth] * 9)
     file = io.BytesIO(content)
     file.seek(3)
     assert pixels._bits_of_jpeg2000(SimpleNamespace(fp=file)) == bits
@@ -318,7 +325,7 @@ def test_colours_have_as_many_bits_as_their_file_says(
 
 def test_deep_colours_without_a_faithful_place_are_refused() -> None:
     def deep(mode: str, top: int, **info: object) -> Image.Image:
-        image = Image.new(mode, (2, 1), (top, 3, 4, 255)[: len(mode)])
+        image = Image.new(mode, (2, 1), (top, 3, 4, 255 if mode == "RGBA" else 5)[: len(mode)])
         image.info |= info
         return image
 
@@ -329,3 +336,52 @@ def test_deep_colours_without_a_faithful_place_are_refused() -> None:
             pixels._check_deep_colours(image)
     with pytest.raises(pixels.Unfaithful, match="its transparent colour has 16 bits"):
         pixels._check_deep_colours(deep("RGB", 99, transparency=(1, 2, 3)))
+
+
+@pytest.mark.parametrize(("values", "dtype", "ends"), [
+    ([0, 255], "u2", (0, 255)), ([9, 256], "u2", (0, 511)), ([-1, 5], "i4", (-1, 5)), ([0.5, 1], "f4", (0, 1)),
+    ([0, 2], "f4", (0, 255)), ([3, 255], "f4", (0, 255)), ([0, 255.5], "f4", (0, 255.5)), ([3, 256], "f4", (3, 256)),
+    ([np.nan, 0.5, np.inf], "f4", (0, 1)),
+])  # fmt: skip
+def test_black_and_white_follow_from_the_numbers(values: list[float], dtype: str, ends: tuple[float, float]) -> None:
+    assert pixels.bounds(np.array([values], dtype)) == ends
+
+
+def test_equal_numbers_are_black_by_their_own_ends() -> None:
+    with np.errstate(all="raise"):
+        assert pixels.levels_between(np.array([7.0, 7.0]), 7, 7).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+def test_strips_make_the_whole_picture(monkeypatch: pytest.MonkeyPatch, factor: int) -> None:
+    monkeypatch.setattr(pixels, "STRIP", 2)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (15, 7, 3), dtype=np.uint8))
+    assert pixels._reduced(image, pixels._plain, factor).tobytes() == image.reduce(factor).tobytes()
+
+
+def test_a_given_scale_has_at_most_16_bits_and_needs_a_number() -> None:
+    whole, none = (Image.fromarray(np.array([own])) for own in (np.array([0, 4000], "u2"), np.full(2, np.nan, "f4")))
+    for bits, white in ((12.0, 4095), (16.0, 65535), (20.0, 65535)):
+        assert pixels.in_rgb(whole, grey=(bits,)).info == {pixels.GREY: (0, white)}
+    with pytest.raises(pixels.Unfaithful, match="none of its pixels is a finite number"):
+        pixels.in_rgb(none, grey=(1.0,))
+
+
+@pytest.mark.parametrize(("values", "blank"), [
+    (np.array([[np.nan, 5, np.inf]], "f4"), True), (np.array([[np.nan, 5, 6]], "f4"), False),
+    (np.array([[7, 7]], "u2"), True), (np.array([[7, 8]], "i4"), False), (np.array([[[1, 2, 3]] * 2], "u1"), True),
+    (np.array([[[1, 2, 3], [1, 2, 4]]], "u1"), False),
+])  # fmt: skip
+def test_a_picture_is_blank_where_all_that_is_a_number_is_equal(values: np.ndarray, blank: bool) -> None:
+    assert pixels._is_blank(Image.fromarray(values)) is blank
+
+
+@pytest.mark.parametrize(("mode", "apart", "counts"), [
+    ("RGB", 0, False), ("RGB", 2, False), ("RGB", -2, False), ("RGB", 3, True), ("RGB", -3, True), ("CMYK", 0, True),
+])  # fmt: skip
+def test_a_profile_counts_where_its_colours_are_not_srgbs(
+    monkeypatch: pytest.MonkeyPatch, mode: str, apart: int, counts: bool
+) -> None:
+    made = SimpleNamespace(apply=lambda image: np.asarray(image).astype(int) + apart)
+    monkeypatch.setattr(pixels.ImageCms, "buildTransform", lambda *given: made)
+    assert (pixels._to_srgb.__wrapped__(profile(False), mode) is made) is counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from itertools import chain
@@ -15,7 +16,7 @@ from PIL import Image
 from torchvision import datasets
 
 from promptfed.shared.data import DataError, open_source, public_sets
-from promptfed.shared.data.options import HuggingFaceOptions, TorchvisionOptions
+from promptfed.shared.data.options import HuggingFaceOptions, Role, TorchvisionOptions
 from promptfed.shared.data.registry import class_names_of
 from tests.support.hub_rows import ClassLabel, Rows, Value, grey
 from tests.support.hub_rows import Image as ImageKind
@@ -41,8 +42,8 @@ def refused(uri: str) -> str:
     return str(caught.value)
 
 
-def shades(uri: str) -> list[list[int]]:
-    source = open_source(uri)
+def shades(uri: str, role: Role = "trainer") -> list[list[int]]:
+    source = open_source(uri, role)
     return [[np.asarray(part.image(row))[0, 0, 0] for row in range(len(part))] for part in (source.train, source.test)]
 
 
@@ -110,6 +111,14 @@ def test_grey_pictures_of_a_hub_have_one_scale(hub: Hub) -> None:
     assert open_source("hf:x?grey=12").grey == (0, 4095)
 
 
+def test_a_split_of_a_hub_may_have_no_image_or_one(hub: Hub) -> None:
+    hub({"train": rows([]), "test": rows([1])})
+    assert [len(part) for part in shades("hf:x", "evaluator")] == [0, 1]
+    assert "no image is left in train" in refused("hf:x")
+    hub({"train": rows([]), "test": rows([])})
+    assert "no image is left in train" in refused("hf:x?grey=12")
+
+
 def test_a_row_without_an_image_is_named(hub: Hub) -> None:
     broken = rows([1, 2, 3, 4])
     broken.rows[1]["picture"] = None
@@ -139,6 +148,9 @@ def test_a_hub_is_loaded_by_name_or_from_a_folder(tmp_path: Path, monkeypatch: p
     for body in ("owner/name", str(tmp_path), "~/own"):
         load(body, HuggingFaceOptions(uri="hf:x", config="fine"))
     assert asked == [("owner/name", "fine"), str(tmp_path), f"{tmp_path}/own"]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=f"{tmp_path}/pipe: a pipe, a socket or a device cannot be read as data"):
+        load(str(tmp_path), HuggingFaceOptions(uri="hf:x"))
     library.load_dataset = lambda name, config: 1 / 0
     with pytest.raises(DataError, match="hf:x: cannot be loaded: division by zero"):
         load("owner/name", HuggingFaceOptions(uri="hf:x"))
@@ -182,6 +194,7 @@ def test_labels_are_found_where_a_library_has_them(own: Listed, labels: list[int
     ("MNIST", {"classes": ["0 - zero", "1 - one"]}, ("zero", "one")),
     ("X", {"classes": None, "categories": ["polka/dotted", "x_y", ("a", "b")]}, ("polka dotted", "x y", "a")),
     ("X", {"classes": ["crane", "owl", "crane", "crane"]}, ("crane", "owl", "crane 2", "crane 3")),
+    ("X", {"classes": [f"n{k}" for k in range(1000)]}, tuple(f"n{k}" for k in range(1000))),
     ("X", {}, "torchvision's X names no classes"),
     ("X", {"classes": ["a_b", "a b"]}, "the classes .* would become one, 'a b'"),
 ])  # fmt: skip
@@ -229,6 +242,11 @@ def test_what_a_librarys_data_set_lacks_is_told(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(DataError, match="Own needs the package scipy; install it"):
         public_sets.open_torchvision("X", TorchvisionOptions(uri="torchvision:X", root="/missing"))
     own.classes = ("a",)
+    (tmp_path / "deep").mkdir()
+    os.mkfifo(tmp_path / "deep" / "pipe")
+    with pytest.raises(DataError, match=f"{tmp_path}/deep/pipe: a pipe, a socket or a device cannot be read as data"):
+        public_sets.open_torchvision("X", TorchvisionOptions(uri="torchvision:X", root=str(tmp_path)))
+    (tmp_path / "deep" / "pipe").unlink()
     with pytest.raises(DataError, match="X has labels beyond its 1 class names"):
         public_sets.open_torchvision("X", TorchvisionOptions(uri="torchvision:X", root=str(tmp_path)))
     clip = Listed([0])

@@ -25,6 +25,7 @@ from promptfed.shared.data.identity import DataIdentity
 from promptfed.shared.data.pixels import GREY
 from promptfed.shared.data.readers import Answer, Readers, Request
 from promptfed.shared.data.registry import SharedSources, check_filled, parse_uri, tell_look_alikes
+from promptfed.shared.data.schemes import all_drawn
 from promptfed.shared.data.source import Source, Split, in_words, joined, one_scale, refuse_special_files
 
 
@@ -125,7 +126,7 @@ def test_a_part_without_an_image_is_refused() -> None:
                 check_filled(source, role)
         else:
             check_filled(source, role)
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match=r"module 'promptfed\.shared\.data' has no attribute 'nothing'"):
         data.nothing  # noqa: B018
 
 
@@ -134,6 +135,13 @@ def test_a_part_without_an_image_is_refused() -> None:
 ])  # fmt: skip
 def test_a_question_mark_of_a_path_is_written_in_percent(written: str, body: str) -> None:
     assert parse_uri(f"folder:{written}?domain=x")[:2] == ("folder", body)
+
+
+@pytest.mark.parametrize(("uris", "drawn"), [
+    (["symbols:neon?topic=weather", "digits"], True), (["emoji:flat", "folder:/a"], False), (["x:"], False), ([], True),
+])  # fmt: skip
+def test_data_are_drawn_where_all_sources_are(uris: list[str], drawn: bool) -> None:
+    assert all_drawn(uris) is drawn
 
 
 def test_a_folder_without_a_scheme_is_told_its_own(tmp_path: Path) -> None:

@@ -50,6 +50,9 @@ def test_digits_split_and_domains() -> None:
     assert torch.equal(plain.test.labels, inverted.test.labels)
     assert np.array_equal(np.asarray(plain.test.image(3)), 255 - np.asarray(inverted.test.image(3)))
     assert plain.class_names[7] == "seven"
+    known = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]  # of the UCI repository's test set
+    assert (torch.bincount(plain.train.labels) + torch.bincount(plain.test.labels)).tolist() == known
+    assert np.asarray(plain.test.image(3)).mean() > 128, "dark on white"
     assert plain.train.image(0).size == (48, 48)
     digests = {plain.train.digest(i) for i in range(len(plain.train))}
     assert not digests & {plain.test.digest(i) for i in range(len(plain.test))}
