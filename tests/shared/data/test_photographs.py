@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from PIL import Image
 from promptfed.shared import get_extra
 from promptfed.shared.data import DataError, Source, open_source
 from promptfed.shared.data.options import STAMPS
-from promptfed.shared.data.photographs import GRADES, KINDS, caption_of
+from promptfed.shared.data.photographs import GRADES, KINDS, caption_of, squared
 
 VALUES = ("0.0", "0.3333333333333333", "0.6666666666666666", "1.0")
 
@@ -61,6 +64,10 @@ def test_a_photograph_stays_on_its_side_whatever_else_is_chosen(cells: Path) -> 
     whole = open_source("solar")
     tested = files(whole, "test")
     assert 0.1 < len(tested) / 160 < 0.4
+    places = [f"cell{number:04}.png" for number in range(160)]
+    fourth = {name for name in places if hashlib.sha256(f"0/{name}".encode()).digest()[-1] % 4 == 0}
+    assert {Path(path).name for path in tested} == fourth
+    assert whole.train.path(0) is not None, "other processes may read it"
     for query in ("domain=mono", "defect=grades", "defect=1", "per_class=20", "domain=poly&per_class=15"):
         part = open_source(f"solar?{query}")
         assert files(part, "test") <= tested
@@ -86,7 +93,9 @@ def test_what_solar_does_not_know_is_refused(cells: Path, uri: str, complaint: s
         open_source(uri)
 
 
-WRONG = ["images/a.png 0.5 mono", "images/a.png 1.0 thin", "../a.png 1.0 mono", "images/a.png nan mono", "cell 1.0"]
+WRONG = ["images/a.png 0.5 mono", "images/a.png 1.0 thin", "../a.png 1.0 mono", "images/a.png nan mono", "cell 1.0",
+    "images/a.png 1.333 mono", "images/a.png 0.28 mono",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("line", WRONG)
@@ -100,8 +109,9 @@ def test_a_damaged_table_is_named_with_its_line(cells: Path, line: str) -> None:
         open_source("solar")
 
 
-def test_a_missing_package_is_one_line_that_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("promptfed.shared.data.photographs.find_spec", lambda name: None)
+@pytest.mark.parametrize("found", [None, SimpleNamespace(submodule_search_locations=None)])
+def test_a_missing_package_is_one_line_that_says_how_to_install(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+    monkeypatch.setattr("promptfed.shared.data.photographs.find_spec", lambda name: found)
     says = re.escape(f"solar: needs the package elpv-dataset: {get_extra('photos')}.")
     with pytest.raises(DataError, match=f"^{says}$"):
         open_source("solar")
@@ -133,25 +143,34 @@ def stamps(tmp_path: Path) -> Path:
     stamp(tmp_path, "food/fruit/f1_mirror", None)
     stamp(tmp_path, "symbols/shapes/circle", "A circle.")
     stamp(tmp_path, "space/sun", "The Sun.")
+    stamp(tmp_path, "vehicles/ship/large/s", "A ship.", (10, 20))
     return tmp_path
 
 
 def test_stamps_are_cut_out_photographs_on_white_squares(stamps: Path) -> None:
     source = open_source(f"stamps?root={stamps}")
-    assert source.class_names == ("fruit", "mammal")
-    assert len(source.train) + len(source.test) == 48
+    assert source.class_names == ("fruit", "mammal", "vehicle")
+    assert len(source.train) + len(source.test) == 49
+    names = [source.train._name(int(row)) for row in source.train._rows]
+    assert names == sorted(names, key=Path), "whatever the disk's order"
+    assert source.train.path(0) is None, "it is not its file as it is"
+    tall = squared(stamps / "vehicles/ship/large/s.png")
+    assert [tall.getpixel((left, 9)) for left in (4, 5, 14, 15)] == [(255,) * 3, *[(200, 0, 0)] * 2, (255,) * 3]
     assert len(source.test) > 4
     image = source.train.image(0)
     assert (image.size, image.getpixel((0, 0)), image.getpixel((10, 10))) == ((20, 20), (255,) * 3, (200, 0, 0))
     assert image.getpixel((0, 5)) == (255,) * 3  # what is transparent
     assert files(open_source(f"stamps?root={stamps}&per_class=10"), "test") <= files(source, "test")
-    assert open_source(f"stamps?root={stamps}&level=names").class_names == ("Sun", "cat", "pear")
+    by_name = open_source(f"stamps?root={stamps}&level=names&per_class=10")
+    assert by_name.class_names == ("Sun", "cat", "pear", "ship")
+    assert torch.bincount(torch.cat([by_name.train.labels, by_name.test.labels])).tolist() == [1, 10, 10, 1]
 
 
 CAPTIONS = {
     "A badger.": "badger", "An Adelaide Rosella.": "Adelaide Rosella", "A pair of cherries.": "cherries",
     "A “Fuji” apple.": "Fuji apple", "A peacock (a male peafowl).": "peacock", "Eat your broccoli!": None,
-    "A red and white anemone flower": None, "Hibiscus": None, "A .": None, "": None,
+    "A red and white flower": "red and white flower", "A red and white anemone flower": None,
+    "Hibiscus": None, "A .": None, "": None,
 }  # fmt: skip
 
 
