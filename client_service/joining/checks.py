@@ -77,7 +77,7 @@ def check_disk(folder: Path) -> Check:
     place = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     try:
         free = shutil.disk_usage(place).free
-        writable = place.is_dir() and _writable(place)
+        writable = _writable(place)
     except OSError as error:
         return Check("disk", "fail", f"{folder}: {error.strerror}", "give another --state-dir")
     if not writable:

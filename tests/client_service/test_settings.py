@@ -22,6 +22,8 @@ GIVEN = {"coordinator": "http://127.0.0.1:8080", "federation": "pets", "data": "
     ({"test": ["a b=x"]}, "not NAME=URI"),
     ({"test": ["=digits"]}, "not NAME=URI"), ({"test": ["novel="]}, "not NAME=URI"),
     ({"coordinator": "http://c:8080"}, "--allow-plain-http"),
+    ({"coordinator": ",", "state_dir": None}, "--coordinator: ',' is not an address"),
+    ({"coordinator": "c:80", "state_dir": None}, "--coordinator: 'c:80' is not an address"),
     ({"test": ["train=x"]}, "'train' names the client's own data"),
     ({"test": ["b=x", "test=x"]}, "'test' names the client"),
     ({"test": ["b=x", "b=y"]}, "two further test sets have the same name"),
@@ -60,10 +62,17 @@ def test_what_follows_from_what_is_given(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setattr(socket, "gethostname", lambda: "--.example.org")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with monkeypatch.context() as patch:
+        for unset in (lambda: patch.setenv("XDG_STATE_HOME", ""), lambda: patch.delenv("XDG_STATE_HOME")):
+            unset()
+            assert account_folder() == tmp_path / "home" / ".local" / "state" / "promptfed"
     base = account_folder()
     assert base == tmp_path / "state" / "promptfed"
     where = {key: value for key, value in GIVEN.items() if key != "name"}
     assert make_settings(**where).name == "client", "a host's name of which nothing is left"
+    monkeypatch.setattr(socket, "gethostname", lambda: "y" * 65)
+    assert make_settings(**where).name == "y" * 64
     monkeypatch.setattr(socket, "gethostname", lambda: "Anna's laptop.example.org")
     assert make_settings(**where).state_dir == base / "127.0.0.1-8080" / "pets" / "Anna-s-laptop"
     (tmp_path / "identity.json").write_text('{"name": "ward-3"}')  # a container gets another host name each time
@@ -90,7 +99,8 @@ def test_what_follows_from_what_is_given(tmp_path: Path, monkeypatch: pytest.Mon
     assert [str(one) for one in (own.policy_file, own.ledger_file, own.features_dir)] == ["p", "l", "f"]
     nobody = {"state_dir": tmp_path, "sent": True}
     assert (make_settings(**nobody).data, make_settings(**nobody).federation) == ("none", "none")
-    assert make_settings(**nobody, coordinator="https://a", federation="eyes").federation == "eyes"
+    named = make_settings(**nobody, coordinator="https://a", federation="eyes", data="digits")
+    assert (named.coordinator, named.federation, named.data) == ("https://a", "eyes", "digits")
     for lacking in ({"sent": True}, {"state_dir": tmp_path, "withdraw": True}):
         with pytest.raises(ClientError, match="--coordinator: "):
             make_settings(**lacking)

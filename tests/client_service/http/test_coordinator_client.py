@@ -582,6 +582,10 @@ def test_the_environment_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PROMPTFED_CLIENT_ALLOW_BACKBONE", '["hf-hub:org/model"]')
     settings = settings_for(tmp_path)
     assert (settings.device, settings.allow_backbone) == ("cuda:1", ["hf-hub:org/model"])
+    monkeypatch.setenv("PROMPTFED_CLIENT_ALLOW_BACKBONE", "hf-hub:org/model")
+    with pytest.raises(ClientError, match="PROMPTFED_CLIENT_ALLOW_BACKBONE is no list: write JSON") as end:
+        settings_for(tmp_path)
+    assert end.value.exit is Exit.USAGE
 
 
 def test_a_certificate_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

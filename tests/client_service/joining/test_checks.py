@@ -16,7 +16,7 @@ import torch
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import Refused
 from promptfed.client_service.joining import checks
-from promptfed.client_service.joining.checks import ACCEPT, Check, check_data, check_disk, check_recorded
+from promptfed.client_service.joining.checks import ACCEPT, Check, check_data, check_device, check_disk, check_recorded
 from promptfed.client_service.joining.disclosure import Declared
 from promptfed.client_service.joining.offer import (
     check_declaration,
@@ -96,12 +96,32 @@ def test_a_sample_of_the_images_is_read(source: Source, monkeypatch: pytest.Monk
     assert said([0], [1]) == Check("images", "fail", "a.png is no image")
 
 
+@pytest.mark.parametrize(("device", "count", "verdict", "text"), [
+    ("auto", 0, "warn", "no GPU: the CPU computes"), ("cpu", 0, "warn", "no GPU: the CPU computes"),
+    ("cpu", 2, "warn", "the CPU computes though a GPU is here"), ("auto", 2, "pass", "number 0, 80 GiB"),
+    ("cuda", 2, "pass", "number 0, 80 GiB"), ("cuda:1", 2, "pass", "number 1, 80 GiB"),
+    ("cuda:2", 2, "fail", "cuda:2 is not here (this machine has 2 GPUs)"),
+    ("cuda:1", 1, "fail", "cuda:1 is not here (this machine has 1 GPU)"),
+    ("cuda", 0, "fail", "cuda is not here (this machine has 0 GPUs)"),
+])  # fmt: skip
+def test_a_device_is_looked_for(
+    device: str, count: int, verdict: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = lambda number: SimpleNamespace(name=f"number {number}", total_memory=80 << 30)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", about)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count or 3)
+    found = check_device(device)
+    assert (found.name, found.verdict, found.text, found.advice is None) == ("device", verdict, text, verdict == "pass")
+
+
 def test_a_disk_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for free, verdict in (((1 << 30) - 1, "warn"), (1 << 30, "pass")):
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
         check = check_disk(tmp_path / "later")
         assert (check.verdict, check.text) == (verdict, f"1.0 GiB free for {tmp_path / 'later'}")
     (tmp_path / "file").write_text("")
+    assert check_disk(tmp_path / "file").text == f"{tmp_path / 'file'} cannot be written", "no folder"
     assert check_disk(tmp_path / "file" / "below").verdict == "fail"
     monkeypatch.setattr(checks.tempfile, "TemporaryFile", lambda dir: (dir / "none" / "here").read_bytes())
     assert check_disk(tmp_path).text == f"{tmp_path} cannot be written"

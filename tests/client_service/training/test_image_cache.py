@@ -6,12 +6,15 @@ import gc
 import multiprocessing
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from promptfed.client_service.training import images as images_module
 from promptfed.client_service.training.data import ClientData
 from promptfed.client_service.training.images import HeldImages, ImageCache, ReadAhead
 from promptfed.shared.clip import Backbone, FeatureCache, loading
@@ -59,6 +62,37 @@ def test_the_image_that_is_there_is_held_and_another_as_far_as_there_is_room() -
     assert (cache.keep("b", second) is second, cache.bytes) == (True, 800), "just the room that there is"
     assert (cache.keep("c", third), cache.bytes) == (None, 800)
     assert cache.keep("a", third) is first
+    del second
+    gc.collect()
+    assert cache.keep("c", third) is third, "its room was free again"
+
+
+def test_one_thread_at_a_time_counts_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, image = ImageCache(), torch.zeros(100)
+    second, settle = Second(lambda: cache.bytes), cache._settle
+
+    def slowly() -> None:
+        settle()
+        second.inside()
+
+    monkeypatch.setattr(cache, "_settle", slowly)
+    assert cache.keep("a", image) is image
+    assert second.end()
+
+
+def test_images_of_a_batch_that_is_passed_over_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Future[Tensor]]()
+
+    def submit(read: object, row: int) -> Future[Tensor]:
+        made.append(Future())
+        return made[-1]
+
+    monkeypatch.setattr(images_module, "readers", lambda: SimpleNamespace(submit=submit))
+    ahead = ReadAhead(lambda row: torch.zeros(1))
+    assert ahead.take([]) == []
+    for rows in ([1, 2], [3]):
+        ahead.begin(rows)
+    assert [image.cancelled() for image in made] == [True, True, False]
 
 
 def test_room_comes_back_with_the_last_holder() -> None:
