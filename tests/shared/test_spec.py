@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from promptfed.experiments.bench.tuning import Rung, grid, ranked, rungs, survivors
 from promptfed.shared.methods import METHODS, UnknownMethod, describe, resolve_spec
-from promptfed.shared.spec.spec import SpecError, TrainingSpec, merged
+from promptfed.shared.spec.spec import FederationSpec, SpecError, TrainingSpec, check_class_names, merged, parse_spec
 from promptfed.shared.versions import RELEASE, VERSION, OtherVersion, expect_ours
 
 GOOD: dict[str, Any] = {"name": "eyes-1", "method": {"name": "promptfl"}}
@@ -130,6 +131,7 @@ REFUSED = [
     ({"name": "a b"}, "name", "letters, digits"), ({"template": "a photo"}, "template", "exactly once"),
     ({"class_names": []}, "class_names", "at least one"),
     ({"class_names": ["a", "b", "a"]}, "class_names", "twice: a"),
+    ({"class_names": ["a", "b\u202ec"]}, "class_names.1", "has \\u202e"),
     ({"secure_aggregation": {}}, "secure_aggregation", "raise min_clients to 3"),
     ({"privacy": {"epsilon": 1.0}}, "privacy", "level: sample"),
     ({"privacy": SAMPLE | {"clip": None}}, "privacy", "give clip"),
@@ -168,6 +170,31 @@ def test_refusals_name_the_path(change: dict[str, Any], path: str, says: str) ->
         resolve_spec(GOOD | change)
     assert path in {error["path"] for error in caught.value.errors}
     assert says in str(caught.value)
+
+
+def test_what_is_no_spec_at_all_is_said_of_the_whole() -> None:
+    with pytest.raises(ValidationError) as caught:
+        FederationSpec.model_validate("promptfl")
+    assert [error["path"] for error in SpecError.from_validation(caught.value).errors] == ["(spec)"]
+
+
+@pytest.mark.parametrize(("names", "says"), [
+    ([], "is empty: name"), (["a", "b\u202e"], "has \\u202e"), (list("abcdefabcdef"), "a class twice: a, b, c, d, e$"),
+])  # fmt: skip
+def test_a_list_of_classes_is_refused_by_what_is_wrong_with_it(names: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says.replace("\\", "\\\\")):
+        check_class_names(names)
+
+
+@pytest.mark.parametrize(("change", "figure", "evaluations"), [
+    ({}, "Accuracy", "plain"), ({"task": "multi_label"}, "Mean average precision", "plain"),
+    ({"secure_aggregation": {}}, "Accuracy", "withheld"), ({"privacy": SAMPLE}, "Accuracy", "withheld"),
+    ({"secure_aggregation": {}, "privacy": {"evaluation": "plain"}}, "Accuracy", "plain"),
+    ({"privacy": {"evaluation": "noisy"}}, "Accuracy", "noisy"),
+])  # fmt: skip
+def test_what_an_evaluation_tells_and_whether_it_leaves_a_site(change: Any, figure: str, evaluations: str) -> None:
+    spec = parse_spec(GOOD | change)
+    assert (spec.figure, spec.evaluations) == (figure, evaluations)
 
 
 def test_merged_goes_section_by_section() -> None:

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from promptfed.shared.tensors import TensorError, TensorSpec, norm
+from promptfed.shared.tensors.memory import in_parts
 from promptfed.shared.tensors.torch_tensors import check, decode, decode_place, encode, state_hash
 
 GOOD = {"context": torch.arange(6, dtype=torch.float32).reshape(2, 3), "bias": torch.zeros(0, 4)}
@@ -198,6 +199,21 @@ def test_decode_never_breaks_on_mutations(noise: bytes, position: int) -> None:
             check(tensors, EXPECTED)
         with tempfile.TemporaryDirectory() as folder:
             assert from_file(attempt, Path(folder) / "body") == from_bytes(attempt)
+
+
+@pytest.mark.parametrize(("room", "asked"), [(9, [5]), (2, [5, 2]), (1, [5, 2, 1]), (0, [5, 2, 1])])
+def test_half_as_much_is_computed_at_once_until_it_fits(room: int, asked: list[int]) -> None:
+    tried, told = list[int](), list[int]()
+
+    def compute(at_once: int) -> int:
+        tried.append(at_once)
+        if at_once > room:
+            raise torch.OutOfMemoryError("no room")
+        return 10 * at_once
+
+    with pytest.raises(TensorError, match="too large") if not room else contextlib.nullcontext():
+        assert in_parts(compute, 5, told.append, TensorError("too-large", "it is too large")) == 10 * asked[-1]
+    assert (tried, told) == (asked, asked[1:])
 
 
 def test_specs_resolve_symbols_and_norm_is_over_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -119,6 +120,18 @@ def test_the_largest_floats_stay_finite() -> None:
     given = {"w": np.array([np.finfo(np.float32).max, -np.finfo(np.float32).max, 1e-45], np.float32)}
     told = [received(given, "bf16", seed)["w"] for seed in range(20)]
     assert np.isfinite(told).all()
+
+
+def test_what_rounds_beyond_the_largest_level_stays_there() -> None:
+    """Some numbers are more than 127 of their 127th parts in float32, and draws of zero round each of them up."""
+    tried = np.linspace(1, 2, 4096, dtype=np.float32)
+    above = tried[tried / (tried / np.float32(127)) > 127][:3]
+    assert len(above) == 3
+    given = np.zeros((3, 1024), np.float32)
+    given[:, 0] = above
+    zeros: Any = SimpleNamespace(random=lambda shape, dtype: np.zeros(shape, dtype))
+    told = decompressed(compressed({"w": given}, "int8", zeros), expected({"w": given}), "int8")["w"]
+    assert told == pytest.approx(given, rel=1e-6)
 
 
 def test_only_known_encodings_are_taken() -> None:
