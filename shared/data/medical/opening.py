@@ -197,7 +197,7 @@ class Index:
 
     def _keyed(self, facts: Mapping[str, Any]) -> Facts:
         ids = {name: sys.intern(self.value(name, facts.get(name, ""))) for name in IDS}
-        return Facts(**ids, frames=facts["frames"], order=facts.get("order", 0.0))
+        return Facts(**ids, frames=facts["frames"], order=facts["order"])
 
     def value(self, name: str, text: str) -> str:
         """The keyed id of a header's value."""

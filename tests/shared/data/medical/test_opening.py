@@ -209,6 +209,11 @@ def test_a_table_is_read_by_its_finest_key(
     assert (table.names, table.labels.tolist(), table.numbers) == (("x", "y"), [0, 1], (2, 3))
 
 
+def test_a_column_of_groups_is_no_class(tmp_path: Path) -> None:
+    table = table_of(tmp_path, "SOPInstanceUID,PatientID,ward,mass\n1,p,w,1\n2,p,v,0\n", "group=ward")
+    assert (table.names, table.groups, table.labels.tolist()) == (("mass",), ("w", "v"), [[1], [0]])
+
+
 @pytest.mark.parametrize(("text", "query", "says", "told"), [
     ("PatientID,label\n", "", "the table of labels has no line", None),
     ("PatientID,label\na,\n", "", "line 2: label must not be empty", None),
@@ -221,6 +226,7 @@ def test_a_table_is_read_by_its_finest_key(
     ("PatientID,label\n,x\n,x\n,x\n", "", "line 2; keep one of them. And 2 more.", "line 4"),
     ("PatientID,label\n,x\n,y\n", "", "the same PatientID as line 2; keep one of them.", None),
     ("PatientID,label\na,x\n", "group=ward", "has no column ward", None),
+    ("path,label,ward\na,x,w \n", "group=ward", "line 2: ward begins or ends with a space", None),
 ])  # fmt: skip
 def test_tables_are_refused_by_line_and_column(
     tmp_path: Path, text: str, query: str, says: str, told: str | None
@@ -296,6 +302,28 @@ def test_ids_hang_on_the_secret_and_on_what_they_are_of(tmp_path: Path) -> None:
     key.write_bytes(key.read_bytes()[1:])
     with pytest.raises(DataError, match=r"cannot be kept in .*/a: its file key is damaged.*; name a folder"):
         opening.Keys(tmp_path / "a", "dicom:scans")
+    key.unlink()
+    key.symlink_to(tmp_path / "b" / opening.KEY_FILE)
+    with pytest.raises(DataError, match=f"{key} is a link"):
+        opening.Keys(tmp_path / "a", "dicom:scans")
+
+
+def test_an_index_is_no_link_and_tells_files_of_one_size_and_time_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, bars = opening.Keys(tmp_path / "kept", "dicom:scans"), []
+    index = opening.Index(tmp_path, tmp_path / "kept", keys, {})
+    monkeypatch.setattr(opening, "tqdm", lambda rows, *names, **options: bars.append((*names, options)) or list(rows))
+    index.facts([listed("a")])
+    index.digests([opening.Item(listed("a"), 0)])
+    quiet = {"leave": False, "disable": None}
+    assert bars == [("headers", 1, quiet), ("images", 1, quiet)], "no bar is left behind"
+    assert len({index._name(opening.Item(listed(name), place)) for name in "ab" for place in (0, 1)}) == 4
+    assert all(index._mask(str(number), 1, "t") < 1 << 64 for number in range(9)), "as many bits as a number has"
+    index._file.rename(tmp_path / "other")
+    index._file.symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match=f"{index._file} is a link"):
+        opening.Index(tmp_path, tmp_path / "kept", keys, {})
 
 
 def test_an_index_of_many_dead_lines_is_written_anew(tmp_path: Path) -> None:
