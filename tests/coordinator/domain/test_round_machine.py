@@ -835,6 +835,10 @@ def test_an_evaluation_is_judged_where_a_round_may_follow_and_only_then() -> Non
         ended.send(run_state.NoRise(ended.now))
     ended.evaluated()
     assert (ended.run.state, ended.run.round) == ("finished", 0)
+    alone = Play(rules(patience=5), "a").start().evaluated()
+    alone.send(Withdraw("a", False, alone.now))
+    alone.send(run_state.NoRise(alone.now))
+    assert alone.run.state == "finished", "nobody is left to be tested"
 
 
 # The five steps of a secure sum in the round machine: who is asked, what fails an attempt, what no order may do.
