@@ -95,7 +95,6 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
     clients = list(session.scalars(queries.clients(row.id)))
     stage_row = None if row.state in ENDED else queries.phase_at(session, row.id, row.round, row.step)
     tasks = _latest_tasks(session, stage_row) if stage_row else {}
-    is_open = stage_row is not None and stage_row.closed_at is None
     open_ = [(task, stage_row) for task in tasks.values() if stage_row is not None]
     loaded = replace(
         federation.with_clients(*map(client_of, clients)),
@@ -105,7 +104,7 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         supplied_state=row.supplied_state,
         tasks={task.client: open_task(task, phase) for task, phase in open_ if task.status == "open"},
         tokens=_tokens(session, row.id),
-        deadline=stage_row.deadline if stage_row is not None and is_open else None,
+        deadline=stage_row.deadline if stage_row is not None and stage_row.closed_at is None else None,
     )
     return loaded.drawing_with(row.draw_secret).sampling_with(row.sampling_key, row.budget_rounds).recounted()
 

@@ -104,7 +104,6 @@ def keys_of(registry: Registry, federation: Federation, round: int, step: int) -
 def _secure(federation: Federation, round: int, step: int) -> SecureStep:
     plan = federation.rules.plan(round, step)
     assert plan is not None, "only the steps of a phase are secure"
-    assert plan is not None, "only the steps of a phase are secure"
     assert plan.secure is not None, "only the steps of a secure sum are asked for"
     return plan.secure
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -46,14 +48,16 @@ def test_a_row_has_tensors_in_order_of_name_whatever_the_order_in_which_they_wer
     assert {name: tensor.tolist() for name, tensor in back.items()} == {"a": [1.0], "b": [[3.0], [4.0]]}
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 9), (0, 1), (1, 4), (3, 7), (4, 6), (2, 9), (8, 9), (6, 8)])
-def test_entries_of_tensors_in_files_are_those_of_one_vector(start: int, stop: int) -> None:
+@pytest.mark.parametrize(("start", "stop"), [(0, 9), (0, 1), (1, 4), (3, 7), (4, 6), (2, 9), (8, 9), (6, 8), (4, 7)])
+@pytest.mark.parametrize("xp", [np, torch])
+def test_entries_of_tensors_in_files_are_those_of_one_vector(start: int, stop: int, xp: Any) -> None:
     """Also of one that has no entries, and of one that is missing: zeros."""
     shapes = {"a": (2, 2), "empty": (0, 3), "missing": (2,), "z": (3,)}
-    tensors = {"a": np.arange(4.0).reshape(2, 2), "empty": np.zeros((0, 3)), "z": np.array([7.0, 8.0, 9.0])}
-    part = _Laid(tensors, shapes, np).part(start, stop)
+    made = {"a": np.arange(4.0).reshape(2, 2), "empty": np.zeros((0, 3)), "z": np.array([7.0, 8.0, 9.0])}
+    tensors = {name: xp.asarray(tensor) for name, tensor in made.items()}
+    part = _Laid(tensors, shapes, xp).part(start, stop)
     assert part.tolist() == [0, 1, 2, 3, 0, 0, 7, 8, 9][start:stop]
-    assert part.dtype == np.float32
+    assert part.dtype == xp.float32
 
 
 @pytest.mark.parametrize(

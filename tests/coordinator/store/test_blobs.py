@@ -7,19 +7,23 @@ import hashlib
 import os
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from sqlalchemy import text
 
-from promptfed.coordinator.store import blob_rows, blobs, sqlite
+from promptfed.coordinator.store import blob_rows, blobs, sqlite, stored_tensors
 from promptfed.coordinator.store.blob_rows import BlobRows
 from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.form import migrate
 from promptfed.coordinator.store.sqlite import SQLite
 from promptfed.coordinator.store.tables import BlobRow, ObjectRow
+from promptfed.shared.tensors import encode
 from promptfed.testing.clients import update_body
 from tests.support.coordinators import InProcess
 from tests.support.durable import Second, synced_by
@@ -191,3 +195,44 @@ def test_rows_and_objects_go_together_and_out_of_the_log(tmp_path: Path, monkeyp
     with database.write() as session:
         assert session.scalar(text("PRAGMA busy_timeout")) == sqlite.BUSY_MILLISECONDS
     database.close()
+
+
+TENSORS = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.ones(2, np.float32)}
+
+
+@pytest.mark.parametrize(("large", "waits"), [(33, True), (32, False)])
+def test_large_tensors_are_files_at_once_and_small_ones_wait(
+    large: int, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes either way, of 32 bytes of numbers."""
+    monkeypatch.setattr(stored_tensors, "LARGE", large)
+    rows: Any = SimpleNamespace()  # which hold small ones, once they are written
+    store = Blobs(tmp_path, rows)
+    store.open()
+    content = encode(TENSORS)
+    with store.hold() as held:
+        stored = stored_tensors.put_tensors(store, held, TENSORS)
+        assert stored == stored_tensors.Stored(blobs.digest_of(content), len(content))
+        assert stored_tensors.put_tensors(store, held, TENSORS) == stored, "it may be there already"
+        assert held.small == ({stored.digest: content} if waits else {})
+        assert store.files() == ([] if waits else [stored.digest])
+    assert list(store.incoming.iterdir()) == []
+    assert waits or store.path(stored.digest).read_bytes() == content
+    monkeypatch.setattr(stored_tensors, "encode_file", lambda tensors, place: place.write_bytes(b"x") / 0)
+    if not waits:
+        with pytest.raises(ZeroDivisionError), store.hold() as held:
+            stored_tensors.put_tensors(store, held, TENSORS)
+        assert list(store.incoming.iterdir()) == [], "what was begun is removed"
+
+
+def test_tensors_in_files_last_as_long_as_whoever_has_them(tmp_path: Path) -> None:
+    store = Blobs(tmp_path)
+    store.open()
+    with stored_tensors.room(store) as allocate:
+        first, empty, other = (allocate(shape, dtype=np.float64) for shape in ((2, 3), (0, 3), (4,)))
+        first[:], other[:] = 1.0, 2.0
+        files = list(store.incoming.iterdir())
+        assert sorted(file.stat().st_size for file in files) == [32, 48], "what is empty needs no file"
+        files[0].unlink()  # as if somebody had swept them
+    assert list(store.incoming.iterdir()) == []
+    assert (first.sum(), other.sum(), empty.shape) == (6.0, 8.0, (0, 3))

@@ -227,3 +227,15 @@ def test_one_connection_writes_and_what_is_erased_waits_little_for_readers(
         assert time.monotonic() - began < 0.5 * sqlites.BUSY_MILLISECONDS / 1000
     with database.write() as session:
         assert session.execute(text("PRAGMA busy_timeout")).scalar() == sqlites.BUSY_MILLISECONDS
+        session.execute(text("DROP TABLE more"))
+    log = Path(f"{database.backend.place}-wal")
+    assert log.stat().st_size > 0
+    database.erase()
+    assert log.stat().st_size == 0
+
+
+def test_an_error_does_not_tell_what_was_to_be_stored(database: Database) -> None:
+    for block in (database.write, database.read):
+        with pytest.raises(OperationalError, match="no such table") as told, block() as session:
+            session.execute(text("SELECT * FROM no_table WHERE token = :token"), {"token": "a secret"})
+        assert "a secret" not in str(told.value)

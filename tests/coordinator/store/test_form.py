@@ -164,3 +164,21 @@ def test_damaged_tables_are_said_to_be_damaged(database: Database, tmp_path: Pat
             with pytest.raises(CannotOpen, match="its file is damaged, put a backup back"):
                 refuse(found)
         found.close()
+
+
+def test_the_oldest_form_that_has_a_migration_is_upgraded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form_module, "_revisions", lambda: ["0026", "0027"])
+    for revision in (None, "0026", "0027", "0028"):
+        form_module._expect_not_before(revision, "here")
+    with pytest.raises(CannotOpen, match="the form 0025"):
+        form_module._expect_not_before("0025", "here")
+
+
+def test_migrations_come_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form_module, "MIGRATIONS", tmp_path)
+    (tmp_path / "versions").mkdir()
+    names = [f"{number:04}" for number in (31, 28, 40, 26, 35, 27, 33, 29, 38, 30)]
+    for name in names:
+        (tmp_path / "versions" / f"{name}_x_y.py").touch()
+    (tmp_path / "versions" / "__init__.py").touch()
+    assert form_module._revisions() == sorted(names)
