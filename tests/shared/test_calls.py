@@ -9,7 +9,7 @@ import pytest
 
 from promptfed.shared.calls import asked, one_line, read_answer
 from promptfed.shared.service.addresses import Addresses
-from promptfed.shared.service.digests import CONTENT, Damaged, field_of
+from promptfed.shared.service.digests import CONTENT, WHOLE, Damaged, field_of
 
 PROBLEM = b'{"type": "urn:x/%s", "title": "t", "status": 400, "detail": "a\\nb"}'
 
@@ -48,6 +48,14 @@ def test_an_answer_is_proven_refused_or_damaged(
         return
     proven, problem = read_answer(response, content)
     assert (proven, problem and problem.kind) == expected
+
+
+def test_a_part_is_not_judged_by_the_digest_of_the_whole() -> None:
+    of_the_whole = {WHOLE: field_of(b"the whole")}
+    assert read_answer(httpx.Response(206, headers=of_the_whole), b"the") == (False, None)
+    assert read_answer(httpx.Response(200, headers=of_the_whole), b"the whole") == (True, None)
+    with pytest.raises(Damaged, match="the 3 bytes that arrived do not have their digest"):
+        read_answer(httpx.Response(200, headers=of_the_whole), b"the")
 
 
 def test_a_line_has_no_control_and_an_end() -> None:

@@ -45,18 +45,36 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatc
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"note": b"before"}
 
 
+@pytest.mark.parametrize(("mask", "mode", "found"), [(0, None, 0o666), (0o027, None, 0o640), (0o077, 0o664, 0o664)])
+def test_a_file_has_the_permissions_that_are_given_else_those_of_the_process(
+    mask: int, mode: int | None, found: int, tmp_path: Path
+) -> None:
+    before = os.umask(mask)
+    try:
+        write_whole(tmp_path / "note", b"text", mode=mode)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "note").stat().st_mode) == found
+
+
 def test_what_is_no_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in").mkdir()
     file, pipe = tmp_path / "in" / "file", tmp_path / "in" / "pipe"
     file.write_bytes(b"text")
     os.mkfifo(pipe)
     (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "again").symlink_to("in")
     assert list(special_files(tmp_path)) == [pipe]
     with open_file(file) as opened:
         assert opened.read() == b"text"
+    handles, system = list[int](), os.open
+    monkeypatch.setattr(os, "open", lambda *given: (handles.append(system(*given)), handles[-1])[1])
     with pytest.raises(NotAFile):
         open_file(pipe)
+    assert handles == []
     # A pipe that took the file's place after the look: it is not waited for.
     monkeypatch.setattr(Path, "stat", lambda path, **_: os.stat(file))
     with pytest.raises(NotAFile):
         open_file(pipe)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handles[0])

@@ -39,7 +39,12 @@ CATS = ", ".join(["'cat'"] * 20)
     (texts.likeness, (["a"], ["A", "b", "B"]), " (these look alike: 'A' and 'a')"),
     (texts.beside_known, (["bird"], ["birds", "cat"]), "; nearest: 'birds' to 'bird'; known: 'birds', 'cat'"),
     (texts.beside_known, (["x"], ["cat"] * 21), f"; known: {CATS}, and 1 more"),
-    (texts.seen, ("\uff21\u200bB",), "ab"),
+    (texts.seen, ("\uff21\u200bB",), "ab"), (texts._code, ("\xff",), "\\xff"), (texts._code, ("\u0100",), "\\u0100"),
+    (texts._code, ("\uffff",), "\\uffff"), (texts._code, ("\U00010000",), "\\U00010000"),
+    (texts.markdown, ('"it\'s"',), '"it\'s"'),
+    (texts.merged, (["a b", "c", "a_b", "c"], lambda name: name.replace("_", " ")), [
+        "'a b' and 'a_b' would become one, 'a b'; rename all but one, or merge what is one"
+    ]),
     (texts.beside_known, ([f"{name}1" for name in SIX], SIX), f"; nearest: {FIVE}; known: {KNOWN}"),
     (texts.likeness, ([name.upper() for name in SIX], SIX), f" (these look alike: {ALIKE_FIVE})"),
 ])  # fmt: skip

@@ -56,6 +56,9 @@ def test_a_certificate_is_refused_for_its_reason(code: int, words: str) -> None:
     outer.__cause__ = refusal
     assert words in (explained(outer, "https://a") or "")
     assert net.is_certificate_error(outer)
+    while_told = OSError("closed")
+    while_told.__context__ = ssl.SSLCertVerificationError("expired")
+    assert net.is_certificate_error(while_told)
     assert not net.is_certificate_error(httpx.ConnectError("failed"))
 
 
