@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import socket
 import string
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -31,7 +32,7 @@ def test_addresses_are_separated_by_commas_and_tried_in_turn() -> None:
 
 
 def test_who_was_silent_comes_last_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
+    now = 0.0  # a machine that has just begun to count
     monkeypatch.setattr(addresses.time, "monotonic", lambda: now)
     book = Addresses(f"{A},{B},{C}")
     book.note_silent(A)
@@ -42,6 +43,58 @@ def test_who_was_silent_comes_last_for_a_while(monkeypatch: pytest.MonkeyPatch) 
     now += addresses.GONE_SECONDS
     book.move_on()
     assert book.current == A
+
+
+NONE = "is not an address: write"
+
+
+@pytest.mark.parametrize(("text", "kept", "refused"), [
+    (f" {A}/, {B},{A}", f"{A},{B}", ""), ("http://h:8443/base/", "http://h:8443/base", ""),
+    ("https://[::1]:9", "https://[::1]:9", ""), ("", "", NONE), (" , ", "", NONE), (f"{A},ftp://x", "", NONE),
+    ("https://", "", NONE), ("https://h:0", "", NONE), ("https://h:65536", "", NONE), ("https://[::1", "", NONE),
+    ("https://a b", "", NONE), ("https://a\u202eb", "", NONE), ("h:80", "", NONE),
+    *((f"{A},{one}", "", "must hold scheme, host, port and path only: credentials go into files")
+      for one in ("https://me@h", "https://@h", "https://h/?token=1", "https://h/#part")),
+])  # fmt: skip
+def test_an_address_has_a_scheme_a_host_and_no_secret(text: str, kept: str, refused: str) -> None:
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            addresses.check_addresses(text)
+    else:
+        assert addresses.check_addresses(text) == kept
+
+
+def test_what_a_service_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = ["localhost", "127.0.0.1", "127.9.8.7", "::1", "0.0.0.0", "::", "10.0.0.1", "example.org", ""]
+    assert [host for host in inside if addresses.is_loopback(host)] == inside[:4]
+    with addresses.bind("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+        assert port > 0
+        assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
+        assert addresses.url_of(listening, "127.0.0.1") == f"http://127.0.0.1:{port}"
+        assert addresses.url_of(listening, "::1", "https") == f"https://[::1]:{port}"
+    made: list[Any] = []
+
+    class Taken:
+        def __init__(self, *kind: int) -> None:
+            made.append(kind)
+
+        def setsockopt(self, *given: int) -> None:
+            """Takes anything."""
+
+        def bind(self, place: tuple[str, int]) -> None:
+            made.append(place)
+            raise OSError("taken")
+
+        def close(self) -> None:
+            made.append("closed")
+
+    monkeypatch.setattr(addresses.socket, "socket", Taken)
+    for host, family in (("::1", socket.AF_INET6), ("127.0.0.1", socket.AF_INET)):
+        made.clear()
+        with pytest.raises(OSError, match="taken"):
+            addresses.bind(host, 7)
+        assert made == [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP), (host, 7), "closed"]
 
 
 # Invitations come back as they were, or are refused in one line.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,7 @@ def spoken(*parts: bytes, app: App = answering) -> tuple[Line, int | None]:
             task.cancel()
         protocol.connection_lost(None)
         assert protocol._overdue is None
+        assert timer is None or timer.cancelled()
         return line, seconds
 
     return asyncio.run(talk())
@@ -148,6 +150,13 @@ def test_a_head_with_two_meanings_is_refused(sent: bytes, status: int) -> None:
         (80, [POST + CHUNKED + b"\r\n", b"1;a=" + b"x" * 77], [], True),
         (80, [POST + CHUNKED + b"\r\n", *[b"1;a=" + b"x" * 40 + b"\r\n \r\n"] * 3, b"0\r\n\r\n"], [200], False),
         (80, [POST + CHUNKED + b"\r\n", b"0\r\n", b"A: " + b"x" * 40, b"x" * 40], [], True),
+        (80, [POST + CHUNKED + b"\r\n", b"0\r\n", b"A: " + b"x" * 77], [], False),
+        (80, [POST + CHUNKED + b"\r\n", b"0\r\n", b"A: " + b"x" * 78], [], True),
+        (80, [POST + CHUNKED + b"\r\n", b"1\r\na", b"\r\n1;a=" + b"x" * 74], [], False),
+        (80, [POST + CHUNKED + b"\r\n", b"1\r\na", b"\r\n1;a=" + b"x" * 75], [], True),
+        # Empty lines before a request are none of its head's.
+        (len(GET), [b"\r\n\r\n" + GET], [], False),
+        (len(GET) - 1, [b"\r\n\r\n" + GET], [400], True),
         (80, [POST + b"Content-Length: 90\r\n\r\n", b"x" * 30, b"x" * 60], [200], False),
     ],
 )  # fmt: skip
@@ -184,6 +193,7 @@ def test_requests_ahead_are_answered_in_their_order() -> None:
     ([GET + b"\r\n"], waiting, None), ([GET + b"\r\n", GET], answering, 100), ([GET + b"\r\n", GET], waiting, None),
     ([POST + b"Content-Length: 2\r\n\r\na"], answering, None), ([POST + b"Content-Length: 2\r\n\r\na"], refusing, 200),
     ([POST + b"Content-Length: 2\r\n\r\na", b"b"], refusing, None),
+    ([POST + b"Content-Length: 2\r\n\r\na", b"b" + GET], refusing, 100),
 ])  # fmt: skip
 def test_time_runs_for_a_head_and_for_a_body_that_nobody_reads(
     monkeypatch: pytest.MonkeyPatch, parts: list[bytes], app: App, seconds: int | None
@@ -193,12 +203,22 @@ def test_time_runs_for_a_head_and_for_a_body_that_nobody_reads(
     assert spoken(*parts, app=app)[1] == seconds
 
 
+def test_a_body_is_taken_once_and_as_long_as_its_parts() -> None:
+    cycle: Any = SimpleNamespace(body=bytearray(b"ab"), receive=None)
+    parts = http_connection._Parts(cycle)
+    assert cycle.body is parts
+    for more, whole in ((b"cde", b"abcde"), (b"f", b"f")):
+        parts += more
+        assert (len(parts), bytes(parts), len(parts)) == (len(whole), whole, 0)
+
+
 def test_a_head_goes_out_with_its_body_or_in_the_next_turn() -> None:
     async def write(*parts: bytes, closed: bool = False, wait: bool = False) -> tuple[list[bytes], bool, bool]:
         line = Line()
         answer = http_connection._HeadWithBody(line, asyncio.get_running_loop())
-        for part in parts:
+        for place, part in enumerate(parts):
             answer.write(part)
+            assert place == 0 or line.written[-1].endswith(part), "behind its beginning nothing waits"
             if wait:
                 await asyncio.sleep(0)
         if closed:
