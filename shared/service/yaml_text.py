@@ -66,7 +66,8 @@ def read_yaml(text: str | bytes, aliases: bool = True) -> Any:
         value = yaml.load(shown, _FAST)  # noqa: S506 - a safe loader
     except yaml.MarkedYAMLError:
         if len(shown) <= MOST_SLOW:
-            yaml.load(shown, _Loader)  # noqa: S506 - a safe loader
+            with suppress(ValueError, OverflowError):  # the slower parser's own, of an escape beyond all characters
+                yaml.load(shown, _Loader)  # noqa: S506 - a safe loader
         raise
     return value
 

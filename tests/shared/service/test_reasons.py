@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import socket
@@ -13,7 +14,16 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from promptfed.shared.service.reasons import NAME_PATTERN, NESTED, NOT_TEXT, first_error, named, of_surroundings, why
+from promptfed.shared.service.reasons import (
+    NAME_PATTERN,
+    NESTED,
+    NOT_TEXT,
+    collect_seldom,
+    first_error,
+    named,
+    of_surroundings,
+    why,
+)
 
 
 class Inner(BaseModel):
@@ -132,6 +142,27 @@ def test_an_error_has_a_reason_in_words(error: BaseException, words: str) -> Non
 def test_errors_of_the_surroundings_are_one_line(error: BaseException, words: str | None) -> None:
     said = of_surroundings(error)
     assert (said is None) if words is None else (said or "").startswith(words)
+
+
+def test_a_database_s_own_words_are_told_without_the_statement() -> None:
+    class Wrapped(Exception):
+        """As a database's library has them."""
+
+    Wrapped.__module__ = "sqlalchemy.exc"
+    wrapped: Any = Wrapped("database is locked [SQL: SELECT secret]")
+    wrapped.orig = sqlite3.OperationalError("database  is\nlocked")
+    assert of_surroundings(wrapped) == "the database cannot be used: database is locked"
+    wrapped.orig = None
+    assert of_surroundings(wrapped) == "the database cannot be used: database is locked [SQL: SELECT secret]"
+
+
+def test_a_process_of_ours_collects_seldom() -> None:
+    before = gc.get_threshold()
+    try:
+        collect_seldom()
+        assert gc.get_threshold()[0] == 10_000
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_file_is_named_where_there_is_one() -> None:

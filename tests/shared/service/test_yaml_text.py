@@ -19,7 +19,8 @@ NESTED, QUOTES = "nested too deeply", "put a text in quotes"
 @pytest.mark.parametrize(("text", "told"), [
     ("a: 190:20:30.15", QUOTES), ("a: 1:20", QUOTES), (f"a: {'9' * 400}:0.5", QUOTES),
     ("a: " + ":".join(["1"] * 40_000), QUOTES), ("a: 2001-13-45", QUOTES), ('{"a": "\\ud800"}', "is no letter"),
-    ('a: ["\\ud800"]', ""), ("[" * 300 + "]" * 300, NESTED), ("a: " + "- " * 300, ""),
+    ('a: ["\\ud800"]', ""), ('a: "\\U00110000"', "mend line 1"), ('a: "\\UFFFFFFFF"', "mend line 1"),
+    ("[" * 300 + "]" * 300, NESTED), ("a: " + "- " * 300, ""),
     ("a: " + "[" * 300 + "]" * 300, NESTED), ("- " * 100_000, NESTED), ("[" * 100_000, NESTED),
 ])  # fmt: skip
 def test_what_is_no_plain_value_is_refused_in_one_line(text: str, told: str) -> None:
