@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from promptfed.shared.secagg import SecureError, member, messages, opening
-from promptfed.shared.secagg.keys import fingerprint, new_identity, public_identity
+from promptfed.shared.secagg.keys import fingerprint, new_identity, new_pair, public_identity, public_of
 from promptfed.shared.secagg.messages import KeysAnswer, Limits, too_heavy
 from promptfed.shared.secagg.shares import PRIME, combine, share_value, split
 from promptfed.shared.secagg.vectors import as_tensors, encoded, flat_change, mean_change, signed_sum
@@ -71,6 +72,23 @@ def test_who_is_left_out_so_that_the_others_take_part(
     assert ({name: error.kind for name, error in found.items()}, next(iter(found), "")) == (out, next(iter(out), ""))
 
 
+def test_the_keys_of_an_entry_are_three_that_others_can_use() -> None:
+    good = {name: public_of(new_pair()).hex() for name in ("mask_key", "share_key")}
+    good["identity_key"] = public_identity(KEYS["a"]).hex()
+    assert sorted(messages.expect_keys(messages.Entry.model_construct(**good))) == sorted(good.values())
+    for name in good:
+        for wrong in ("00" * 32, "01" + "00" * 31, good["share_key" if name != "share_key" else "mask_key"]):
+            entry = messages.Entry.model_construct(**(good | {name: wrong}))
+            assert refusal("bad-roster", messages.expect_keys, entry)
+
+
+def test_who_is_counted_is_signed_in_order() -> None:
+    wanted = hashlib.sha256(b'["01ff","02aa"]').hexdigest()
+    assert (
+        messages.alive_digest([b"\x02\xaa", b"\x01\xff"]) == messages.alive_digest([b"\x01\xff", b"\x02\xaa"]) == wanted
+    )
+
+
 def test_who_is_too_heavy_for_a_sum() -> None:
     rule = Weighting(weighting="samples", max_weight_share=1.0)
     for weights, heavy in (
@@ -80,6 +98,7 @@ def test_who_is_too_heavy_for_a_sum() -> None:
     ):  # fmt: skip
         expected = heavy if isinstance(heavy, list) else []
         assert too_heavy(dict(zip("abcde", weights, strict=False)), rule) == expected, weights
+    assert too_heavy({"b": 4, "a": 4, "c": 1}, rule) == ["a"], "of two that are alike the first by name"
     assert too_heavy({"a": 10**9, "b": 10, "c": 10}, Weighting(weighting="uniform")) == []
     assert too_heavy({"a": 10**9, "b": 10**6, "c": 10**3, "d": 1}, Weighting(weighting="samples")) == ["a"]
 
