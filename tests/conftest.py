@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -110,6 +111,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if named and not item.get_closest_marker("door"):
             item.add_marker("extended")
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Each test begins with one thread of torch, whatever ran before it: several processes share the cores."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

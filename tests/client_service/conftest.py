@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from promptfed.client_service.joining.parts import Parts, PrivacyParts
 from promptfed.client_service.settings import Settings, make_settings
@@ -47,7 +46,6 @@ def coarse_losses() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def backbone() -> Backbone:
-    torch.set_num_threads(1)
     return load_backbone("promptfed-tiny", None)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from promptfed.client_service.http import connection
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
@@ -41,7 +40,6 @@ def coordinator(authority: Authority, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="package")
 def backbone() -> Backbone:
-    torch.set_num_threads(1)
     return load_backbone("promptfed-tiny", None)
 
 

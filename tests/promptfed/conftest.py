@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
 import promptfed
@@ -23,8 +22,6 @@ def command(*arguments: str | Path) -> Result:
 
 @pytest.fixture(scope="module")
 def backbone() -> Backbone:
-    """The embedded one, on one thread whoever asked for it first."""
-    torch.set_num_threads(1)
     return exports.backbone()
 
 

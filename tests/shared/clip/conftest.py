@@ -60,11 +60,6 @@ CLASS_NAMES = ["dog", "red fox", "one big red fox dog", "big red fox", "cat", "b
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _registered(tmp_path_factory: pytest.TempPathFactory) -> None:
     import open_clip
 

@@ -72,7 +72,6 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 
 @pytest.fixture(scope="session")
 def backbone() -> Backbone:
-    torch.set_num_threads(1)
     return load_backbone("promptfed-tiny", None)
 
 
