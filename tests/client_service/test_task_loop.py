@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from promptfed.client_service import task_loop
-from promptfed.client_service.exits import ClientError, Failure
+from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.privacy.agreement import WITHDRAWN, Agreement, NotAgreed
 from promptfed.client_service.privacy.ledger import Ledger
@@ -151,6 +151,7 @@ def trained_work(folder: Path) -> SecureWork:
 def test_a_change_is_paid_for_once_whatever_the_attempt(tmp_path: Path) -> None:
     work, ledger = trained_work(tmp_path / "work"), Ledger(None)
     loop = loop_of(PrivateState(tmp_path / "state"), protected(ledger))
+    asyncio.run(loop_of(PrivateState(tmp_path / "plain"))._pay_masked(work, StepAnswer("mask-0", "mask", b"")))
     for attempt in (1, 2):
         asyncio.run(loop._pay_masked(work, StepAnswer(f"keys-{attempt}", "train", b"")))
         assert len(ledger.spends()) == attempt - 1, "keys cost nothing, nor does another attempt"
@@ -450,10 +451,13 @@ def test_a_large_update_is_sent_within_its_turn(size: int, turn: bool, wait: int
     stack.callback(lambda: ended.append(len(loop.coordinator.sent)))
     asyncio.run(loop._send_pending(stack if turn else None))
     assert loop.coordinator.sent == (["task-1, 15"] if wait else ["task-1"])
-    assert (ended, "waiting" in loop.monitor.stages) == (([0], True) if wait else ([], False))
+    assert (ended, loop.monitor.stages) == (([0], ["sending", "waiting"]) if wait else ([], ["sending"]))
     assert (loop.state.pending(), loop._settled, loop.state.committed()[1].round) == (None, {"task-1"}, 1)
     assert [event for event, _ in loop.monitor.events] == ["sending", "accepted"]
     assert loop.agreement.sent.settled == ["train train"]
+    before = list(loop.coordinator.sent)
+    asyncio.run(loop._send_pending())
+    assert loop.coordinator.sent == before, "none is left"
 
 
 def test_an_accepted_update_is_sent_again_so_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,6 +487,145 @@ def test_an_accepted_update_is_sent_again_so_often(tmp_path: Path, monkeypatch: 
     assert [event for event, _ in loop.monitor.events] == ["sent_again"] * 3
     assert carried == [again.task_id, other.task_id, late.task_id, other.task_id]
     assert paused == [0.5] * 3 + [pytest.approx(0.3)] * 3, "settled before, no task, settled before"
+
+
+def noting(course: list[str], *names: str) -> dict[str, Any]:
+    """Steps that note that they were taken."""
+
+    def step(name: str) -> Any:
+        async def taken(*given: Any) -> None:
+            course.append(name)
+
+        return taken
+
+    return {name: step(name) for name in names}
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_what_was_left_is_sent_before_a_task_is_asked_for(pending: bool, tmp_path: Path) -> None:
+    loop, course = loop_of(PrivateState(tmp_path), secure=False), list[str]()
+    vars(loop).update(noting(course, "_expect_whole_ledger", "_send_pending", "_send_unsent", "_carry_out"))
+    loop.work.restore_serving = lambda cancelled: course.append("predictions come back")
+    if pending:
+        loop.state.write_pending(b"an update", {}, TensorOrigin("task-1", 1, "train"))
+
+    @asynccontextmanager
+    async def turn() -> AsyncIterator[None]:
+        course.append("turn")
+        yield
+        course.append("turn over")
+
+    loop.compute.turn, loop.coordinator.tasks = turn, [World(tmp_path / "world", count=0).task("evaluate", 0)]
+    with pytest.raises(Refused, match="it is over"):
+        asyncio.run(loop.take_part())
+    left = ["_send_pending", "predictions come back"] if pending else []
+    assert course == ["_expect_whole_ledger", *left, "_send_unsent", "turn", "_carry_out", "turn over"]
+    assert loop.monitor.stages == ["waiting"] * 2
+
+
+def test_a_ledger_is_compared_with_what_was_seen_here_and_then_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, course = loop_of(PrivateState(tmp_path), secure=False), list[Any]()
+
+    async def ask(kind: Any, resource: str) -> str:
+        course.append(resource)
+        return "told"
+
+    monkeypatch.setattr(task_loop, "expect_head", lambda ledger, state: course.append((ledger, state)))
+    ledger = SimpleNamespace(path=None, expect_whole=course.append)
+    loop.coordinator.ask = ask
+    for loop.work.protection in (None, SimpleNamespace(ledger=ledger)):
+        asyncio.run(loop._expect_whole_ledger())
+    assert course == [], "one in memory is of this run alone"
+    ledger.path = tmp_path / "ledger"
+    asyncio.run(loop._expect_whole_ledger())
+    assert course == [(ledger, loop.state), "spends", "told"]
+
+
+@pytest.mark.parametrize(("kind", "secure", "ends"), [
+    ("train", False, "_train"), ("evaluate", False, "_evaluate"), ("train", True, "_exchange"),
+    ("mask", True, "_exchange"), ("evaluate", True, "_evaluate"),
+])  # fmt: skip
+def test_a_task_is_begun_after_all_that_may_forbid_it(
+    kind: str, secure: bool, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, course = loop_of(PrivateState(tmp_path), secure=secure), list[str]()
+    vars(loop).update(noting(course, "_expect_whole_ledger", "_train", "_evaluate", "_exchange"))
+    loop.work.expect_policy = lambda task: course.append("policy")
+    monkeypatch.setattr(Agreement, "expect", lambda self, task: course.append("agreement"))
+    if secure:
+        loop._secure = SimpleNamespace(settle=lambda task: course.append("settled"))
+    asyncio.run(loop._carry_out(World(tmp_path / "world", count=0).task(kind, 0), AsyncExitStack()))
+    assert course == ["policy", "agreement", "_expect_whole_ledger", *["settled"] * secure, ends]
+    assert loop.monitor.stages == ["training" if kind == "train" else "evaluating"]
+
+
+def test_what_is_wrong_with_this_machine_ends_the_client(tmp_path: Path, anything: None) -> None:
+    loop = loop_of(PrivateState(tmp_path), secure=False)
+
+    async def fails(task: Task, turn: AsyncExitStack) -> None:
+        raise ClientError(Exit.STATE, "no room")
+
+    loop._train = fails
+    with pytest.raises(ClientError, match="no room"):
+        asyncio.run(loop._carry_out(World(tmp_path / "world", count=0).task("train", 0), AsyncExitStack()))
+    assert (loop.coordinator.sent, loop.monitor.events) == ([], [])
+
+
+def test_a_training_is_counted_and_told_before_its_update_is_sent(tmp_path: Path) -> None:
+    loop, turn, sent = loop_of(PrivateState(tmp_path), secure=False), AsyncExitStack(), list[Any]()
+    task = World(tmp_path / "world", count=0).task("train", 0)
+
+    async def watched(task: Task, job: Callable[[Callable[[], bool]], Any]) -> Any:
+        return job(lambda: False)
+
+    async def send(turn: AsyncExitStack) -> None:
+        sent.append((turn, dict(loop.agreement.sent.sent), list(loop.monitor.events)))
+
+    loop.coordinator.told, loop._watched, loop._send_pending = b"prompts", watched, send
+    loop.work.train = lambda task, payload, cancelled: {"bytes": len(payload)}
+    asyncio.run(loop._train(task, turn))
+    about = {"round": 1, "rounds": 9, "phase": "train", "payload": task.payload.sha256, "bytes": 7}
+    assert sent == [(turn, {"train train": 1}, [("trained", about)])]
+
+
+@pytest.mark.parametrize(("kind", "allowed"), [("mask", True), ("mask", False), ("share", True), ("confirm", True)])
+def test_a_step_of_a_sum_is_looked_at_and_paid_before_it_is_sent(kind: str, allowed: bool, tmp_path: Path) -> None:
+    loop, course = loop_of(PrivateState(tmp_path)), list[str]()
+    vars(loop).update(noting(course, "_pay_masked", "_send_answer"))
+
+    def policy() -> None:
+        course.append("policy")
+        if not allowed:
+            raise Failure("policy-changed", "the policy allows this no longer")
+
+    def answer(task: Task, payload: bytes) -> StepAnswer:
+        course.append("answer")
+        return StepAnswer(task.task_id, task.kind, b"")
+
+    loop.work.expect_policy = policy
+    secure = SimpleNamespace(expect=lambda task: course.append("expected"), answer=answer, met=None)
+    task = World(tmp_path / "world", count=0).task(kind, 0)
+    with nullcontext() if allowed else pytest.raises(Failure):
+        asyncio.run(loop._exchange(secure, task))
+    assert course == ["expected", "answer", "policy", *["_pay_masked", "_send_answer"] * allowed]
+    assert loop._settled == ({task.task_id} if allowed else set())
+    masked = allowed and kind == "mask"
+    assert loop.agreement.sent.sent == ({"mask train": 1} if masked else {})
+    assert [event for event, _ in loop.monitor.events] == (["sending", "accepted"] if masked else [])
+
+
+def test_what_was_under_way_is_paid_and_sent_and_nothing_else(tmp_path: Path) -> None:
+    loop, course = loop_of(PrivateState(tmp_path)), list[str]()
+    vars(loop).update(noting(course, "_pay_masked", "_send_answer"))
+    for loop._secure in (None, SimpleNamespace(unsent=lambda: None)):
+        asyncio.run(loop._send_unsent())
+    assert course == []
+    loop._secure = SimpleNamespace(unsent=lambda: StepAnswer("mask-1", "mask", b""))
+    loop.work.expect_policy = lambda: course.append("policy")
+    asyncio.run(loop._send_unsent())
+    assert course == ["policy", "_pay_masked", "_send_answer"]
 
 
 def test_progress_is_told_of_what_may_be_known(tmp_path: Path) -> None:
