@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +14,7 @@ import pytest
 from promptfed.shared.secagg import SecureError, member, messages, opening
 from promptfed.shared.secagg.keys import fingerprint, new_identity, new_pair, public_identity, public_of
 from promptfed.shared.secagg.messages import KeysAnswer, Limits, too_heavy
-from promptfed.shared.secagg.shares import PRIME, combine, share_value, split
+from promptfed.shared.secagg.shares import PRIME, combine, commitment, expect_share, share_value, split
 from promptfed.shared.secagg.vectors import as_tensors, encoded, flat_change, mean_change, signed_sum
 from promptfed.shared.spec.sections import SecureAggregationSpec
 from promptfed.shared.spec.weighting import Weighting
@@ -80,6 +81,19 @@ def test_the_keys_of_an_entry_are_three_that_others_can_use() -> None:
         for wrong in ("00" * 32, "01" + "00" * 31, good["share_key" if name != "share_key" else "mask_key"]):
             entry = messages.Entry.model_construct(**(good | {name: wrong}))
             assert refusal("bad-roster", messages.expect_keys, entry)
+
+
+def test_a_share_is_committed_to_for_its_owner_holder_and_kind() -> None:
+    roster, pair = bytes(range(32)), (bytes(32) + b"\1", PRIME.to_bytes(33, "big"))
+    places = [struct.pack(">III", 3, 5, kind) for kind in (0, 1)]
+    digests = [b"promptfed/share/1\0" + roster + place + share for place, share in zip(places, pair, strict=True)]
+    committed = commitment(roster, 3, 5, pair)
+    assert committed == b"".join(hashlib.sha256(one).digest() for one in digests)
+    expect_share(roster, 3, 5, 0, pair[0], committed)
+    said = "that entry 5 holds of the mask key of entry 3 is not the one that was committed to"
+    assert said in refusal("bad-shares", expect_share, roster, 3, 5, 1, pair[0], committed)
+    assert "committed to" in refusal("bad-shares", expect_share, roster, 5, 3, 0, pair[0], committed)
+    assert "less than the field's prime" in refusal("bad-shares", expect_share, roster, 3, 5, 1, pair[1], committed)
 
 
 def test_who_is_counted_is_signed_in_order() -> None:
