@@ -65,7 +65,7 @@ def _kinds(drawn: Drawn, styles: list[str], options: EmojiOptions) -> Source:
             of = known.purpose_of(thing.name)
             if of is None:
                 train.append((style, place))
-            elif of == purpose and known.testable(thing, style, purpose):
+            elif known.testable(thing, style, purpose):
                 test.append((style, place))
     label = {name: k for k, name in enumerate(names)}
 
@@ -80,9 +80,7 @@ def kind_names(drawn: Drawn, known: Splits) -> tuple[str, ...]:
     """The kinds, sorted, that have enough things for training and for tests in every style."""
     things = [thing for thing in drawn.things if thing.testable]
     train = Counter(thing.kind for thing in things if known.purpose_of(thing.name) is None)
-    pools = [
-        Counter(thing.kind for thing in things if thing.name in known.names["test"][pool]) for pool in sorted(POOLS)
-    ]
+    pools = [Counter(thing.kind for thing in things if thing.name in known.names["test"][pool]) for pool in POOLS]
     return tuple(sorted(k for k in train if train[k] >= _TRAIN_LEAST and min(c[k] for c in pools) >= _TEST_LEAST))
 
 

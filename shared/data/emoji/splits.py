@@ -13,8 +13,6 @@ COMMON = ("flat", "three", "noto", "notov1")
 """Of which the backbone read many pictures in pre-training."""
 RARE = ("contrast", "notomono")
 """Of which it read few, and none at all of a third of the things."""
-UNREAD_FAMILIES = ("mozilla",)
-"""Designers of whom it read nothing."""
 POOLS: dict[str, tuple[str, ...]] = {"first": ("microsoft", "google"), "second": ("twitter", "joypixels")}
 """Designers whose drawings of a thing were withheld together."""
 PURPOSES = ("test", "validation")
@@ -49,8 +47,6 @@ class Splits:
     def family_was_read(self, name: str, style: str) -> bool:
         """Whether that backbone saw this thing in any style of the designer's family."""
         family = STYLES[style].family
-        if family in UNREAD_FAMILIES:
-            return False
         return any(self.was_read(name, other.name) for other in STYLES.values() if other.family == family)
 
     def testable(self, thing: Thing, style: str, purpose: str) -> bool:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from promptfed.shared import messages
 from promptfed.shared.data import DataError, Source, open_source
 from promptfed.shared.data.emoji import pictures as store
+from promptfed.shared.data.emoji import scenes
 from promptfed.shared.data.emoji import source as emoji_source
 from promptfed.shared.data.emoji.pictures import SIZE, STYLES
 from promptfed.shared.data.emoji.source import domain_of
-from promptfed.shared.data.emoji.splits import COMMON, FILE, POOLS, RARE, UNREAD_FAMILIES, splits
+from promptfed.shared.data.emoji.splits import COMMON, FILE, POOLS, RARE, splits
+from promptfed.shared.data.image_files import image_digest
 
 PERMISSIVE = {"MIT", "Apache-2.0", "OFL-1.1"}
 
@@ -108,9 +113,175 @@ def test_no_style_that_may_be_tested_is_of_a_designer_whom_the_backbone_read_wit
 def test_unseen_designers_were_never_read() -> None:
     known = splits()
     for style in STYLES.values():
-        if style.family in UNREAD_FAMILIES:
+        if style.family == "mozilla":
             assert style.name not in (*COMMON, *RARE)
             assert not known.was_read("red apple", style.name)
+
+
+class Lists:
+    """The rules of ``splits.json``, one after the other, for each thing and style."""
+
+    told = json.loads(FILE.read_text())
+    near = told.pop("near_copies")["names"]
+    families = (("first", ("microsoft", "google")), ("second", ("twitter", "joypixels")))
+
+    def purpose(self, name: str) -> str | None:
+        found = [purpose for purpose in self.told for pool in self.told[purpose].values() if name in pool["names"]]
+        return found[0] if found else None
+
+    def read(self, name: str, style: str) -> bool:
+        if style in ("contrast", "notomono"):
+            return self.purpose(name) is None
+        withheld = [
+            family for pools in self.told.values() for pool, families in self.families
+            if name in pools[pool]["names"] for family in families
+        ]  # fmt: skip
+        return style != "fxemoji" and STYLES[style].family not in withheld
+
+    def testable(self, thing: store.Thing, style: str, purpose: str) -> bool:
+        read = any(self.read(thing.name, other) for other in STYLES if STYLES[other].family == STYLES[style].family)
+        fits = self.purpose(thing.name) in ([purpose, None] if purpose == "test" else [purpose])
+        return thing.testable and thing.name not in self.near and not read and fits
+
+    def kinds(self, drawn: store.Drawn) -> list[str]:
+        things, found = [thing for thing in drawn.things if thing.testable], []
+        for kind in sorted({thing.kind for thing in things}):
+            own = [thing.name for thing in things if thing.kind == kind]
+            tested = [len(set(own) & set(pool["names"])) for pool in self.told["test"].values()]
+            if sum(self.purpose(name) is None for name in own) >= 4 and min(tested) >= 2:
+                found.append(kind)
+        return found
+
+
+def test_the_lists_say_what_was_read_and_may_be_tested(drawn: store.Drawn) -> None:
+    known, lists = splits(), Lists()
+    for thing in drawn.things:
+        assert [known.was_read(thing.name, style) for style in STYLES] == [lists.read(thing.name, s) for s in STYLES]
+        for purpose in ("test", "validation"):
+            found = [known.testable(thing, style, purpose) for style in STYLES]
+            assert found == [lists.testable(thing, style, purpose) for style in STYLES]
+
+
+@pytest.mark.parametrize(("style", "purpose"), [("flat", "test"), ("notomono", "validation"), ("fxemoji", "test")])
+def test_kinds_have_all_things_that_they_may_have(drawn: store.Drawn, style: str, purpose: str) -> None:
+    source, lists = open_source(f"emoji:{style}?purpose={purpose}"), Lists()
+    assert list(source.class_names) == lists.kinds(drawn)
+    own = [(place, drawn.things[place]) for place in sorted(drawn.styles[style])]
+    own = [(place, thing) for place, thing in own if thing.testable and thing.kind in source.class_names]
+    trained = [place for place, thing in own if lists.purpose(thing.name) is None]
+    tested = [
+        place for place, thing in own if lists.purpose(thing.name) == purpose and lists.testable(thing, style, purpose)
+    ]
+    for split, places in ((source.train, trained), (source.test, tested)):
+        assert [split.digest(row) for row in range(len(split))] == [
+            image_digest(drawn.image(style, place)) for place in places
+        ]
+        kinds = [source.class_names[label] for label in split.labels.tolist()]
+        assert kinds == [drawn.things[place].kind for place in places]
+
+
+@pytest.mark.parametrize(("styles", "tested"), [(["flat"], ["noto", "fxemoji"]), (["noto", "notov1"], ["fxemoji"])])
+def test_names_are_those_that_all_draw_and_all_may_be_tested_in(
+    drawn: store.Drawn, styles: list[str], tested: list[str]
+) -> None:
+    names = sorted(
+        thing.name
+        for place, thing in enumerate(drawn.things)
+        if all(place in drawn.styles[style] for style in (*styles, *tested))
+        and all(Lists().testable(thing, style, "test") for style in tested)
+    )
+    source = open_source(f"emoji:{'+'.join(styles)}?level=names&test={'+'.join(tested)}")
+    assert list(source.class_names) == names
+
+
+class Fixed:
+    """In the place of a generator: what it is asked, and what it draws."""
+
+    def __init__(self, *drawn: Any) -> None:
+        self.drawn, self.asked = list(drawn), list[Any]()
+
+    def integers(self, *asked: Any) -> Any:
+        self.asked.append(asked)
+        return self.drawn.pop(0)
+
+    normal = integers
+
+
+def test_a_scene_is_its_things_seen_through_where_they_are_white() -> None:
+    thing = Image.new("RGB", (22, 22), (100, 0, 0))
+    thing.putpixel((0, 0), (245, 255, 255))
+    thing.putpixel((1, 0), (255, 244, 255))
+    noise = np.zeros((64, 64, 3))
+    noise[0, 0], noise[0, 1], noise[0, 2] = 300, -300, 0.6
+    draws = Fixed(np.array([200, 255, 230]), 22, np.array([3, 5]), noise)
+    drawn = SimpleNamespace(image=lambda style, place: thing if (style, place) == ("flat", 7) else None)
+    scene = np.asarray(scenes._scene(cast(Any, drawn), [("flat", 7)], cast(Any, draws)))
+    assert draws.asked == [(200, 256, 3), (22, 38), (0, 43, 2), (0, 20.0, (64, 64, 3))]
+    wanted = np.full((64, 64, 3), (200, 255, 230), dtype=np.uint8)
+    wanted[5:27, 3:25] = (100, 0, 0)
+    wanted[5, 3], wanted[5, 4] = (200, 255, 230), (255, 244, 255)
+    wanted[0, :3] = (255,) * 3, (0,) * 3, (201, 255, 231)
+    assert np.array_equal(scene, wanted)
+
+
+def test_scenes_show_the_kinds_of_their_labels(drawn: store.Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(scenes, "_scene", lambda own, things, draws: shown.append(things) or Image.new("RGB", (1, 1)))
+    for purpose in ("test", "train"):
+        source, lists = open_source(f"emoji-scenes:flat+noto?count=99&test_count=99&purpose={purpose}"), Lists()
+        assert list(source.class_names) == lists.kinds(drawn)
+        for split, tested in ((source.train, False), (source.test, purpose == "test")):
+            shown.clear()
+            for row in range(len(split)):
+                split.image(row)
+            for things, labels in zip(shown, split.labels.tolist(), strict=True):
+                kinds = [source.class_names.index(drawn.things[place].kind) for _, place in things]
+                assert sorted(kinds) == [kind for kind, label in enumerate(labels) if label == 1]
+            assert {len(things) for things in shown} == {1, 2, 3, 4, 5}
+            for style, place in (cell for things in shown for cell in things):
+                thing = drawn.things[place]
+                assert lists.purpose(thing.name) == ("test" if tested else None)
+                assert lists.testable(thing, style, "test") if tested else thing.testable
+    for style, purpose in (("flat", None), ("noto", "test")):
+        cells = scenes._drawings(drawn, [style], source.class_names, purpose)
+        usable = [
+            (style, place) for place, thing in enumerate(drawn.things)
+            if place in drawn.styles[style] and thing.kind in source.class_names
+            and lists.purpose(thing.name) == purpose
+            and (thing.testable if purpose is None else lists.testable(thing, style, purpose))
+        ]  # fmt: skip
+        assert sorted(cell for kind in cells for cell in kind) == usable
+
+
+@pytest.mark.parametrize("lacking", [(), (None,), ("test",)])
+def test_scenes_need_a_thing_of_every_kind(monkeypatch: pytest.MonkeyPatch, lacking: tuple[str | None, ...]) -> None:
+    def drawings(drawn: Any, styles: Any, names: Any, purpose: str | None) -> Any:
+        return [[] if purpose in lacking and not kind else [("flat", 0)] for kind in range(len(names))]
+
+    monkeypatch.setattr(scenes, "_drawings", drawings)
+    if lacking:
+        with pytest.raises(DataError, match=r"flat has no .* to draw scenes of; add a style"):
+            open_source("emoji-scenes:flat?count=1&test_count=1")
+    else:
+        assert len(open_source("emoji-scenes:flat?count=1&test_count=1").train) == 1
+
+
+def test_without_a_style_the_emoji_are_flat() -> None:
+    for scheme, style in (("emoji:", ""), ("emoji", ""), ("emoji-scenes:?", ""), ("emoji-scenes:noto?", "noto")):
+        domain = open_source(f"{scheme}count=2&test_count=2" if "?" in scheme else scheme).domain
+        assert domain is not None
+        assert domain.name == (style or "flat")
+
+
+def test_a_sign_is_not_trained_on(drawn: store.Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, lists = len(open_source("emoji:flat").train), Lists()
+    kinds = lists.kinds(drawn)
+    trained = (thing.kind in kinds and thing.testable and lists.purpose(thing.name) is None for thing in drawn.things)
+    place = list(trained).index(True)
+    things = [*drawn.things]
+    things[place] = replace(things[place], testable=False)
+    monkeypatch.setattr(emoji_source, "read", lambda: replace(drawn, things=tuple(things)))
+    assert len(open_source("emoji:flat").train) == before - 1
 
 
 @pytest.mark.parametrize("style", list(STYLES))

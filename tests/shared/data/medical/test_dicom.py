@@ -112,7 +112,7 @@ def test_a_window_is_a_ramp_or_a_sigmoid(
 
 @pytest.mark.parametrize(("values", "counted", "shown"), [
     ([1, 2, 5], [True] * 3, [0, 0.25, 1]), ([-3, 2, 5], [True, True, False], [0, 1, 1]),
-    ([-3, 2, 5], [False, True, True], [0, 0, 1]), ([4, 4], [True, True], [0, 0]),
+    ([-3, 2, 5], [False, True, True], [0, 0, 1]), ([4, 4, 5], [True, True, False], [0, 0, 1]),
     ([np.nan, 2, 4, np.inf, 3], [True] * 5, [0, 0, 1, 1, 0.5]), ([np.nan, 1], [True, False], [0, 0]),
 ])  # fmt: skip
 def test_values_are_stretched_between_those_that_count(
