@@ -26,7 +26,7 @@ from promptfed.client_service.state.private_state import PrivateState, TensorOri
 from promptfed.client_service.task_loop import TaskLoop
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.data import DataError
-from promptfed.shared.messages import INLINE_BYTES, PrivacyEvent, SpendReport, Task
+from promptfed.shared.messages import INLINE_BYTES, FailureRequest, PrivacyEvent, SpendReport, Task
 from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.privacy.accounting import epsilon_of
@@ -321,7 +321,7 @@ def test_what_a_refusal_means(status: int, tmp_path: Path, anything: None) -> No
     assert refused_with(loop, status, loop._send_pending()) is ends
     assert (loop.state.pending() is None) is judged
     told = (status, "discarded" if status == 409 else "refused") if judged else (None,)
-    assert last_refusal(loop) == told
+    assert (last_refusal(loop), "task-1" in loop._settled) == (told, judged)
     reported = judged and status not in (409, 410)
     assert loop.coordinator.sent == ["task-1", *["update-refused"] * reported]
     assert loop.agreement.sent.settled == (["train train"] if status == 409 else [])
@@ -433,9 +433,9 @@ def test_who_has_withdrawn_ends_and_whose_policy_has_changed_sends_nothing(tmp_p
     plain.state.commit()
     plain.work.expect_policy, answered = changed, plain.state.answered()
     asyncio.run(plain._send_again(world.task("train", 0), answered))
-    for one in (loop, plain):
-        assert set(one.coordinator.sent) == {"policy-changed"}
-        assert {event for event, _ in one.monitor.events} == {"failed"}
+    for one, times in ((loop, 1), (plain, 2)):
+        assert one.coordinator.sent == ["policy-changed"] * times
+        assert [event for event, _ in one.monitor.events] == ["failed"] * times
     plain.state.write_note(WITHDRAWN, "today")
     with pytest.raises(ClientError, match="has withdrawn consent"):
         asyncio.run(plain._send_again(world.task("train", 0), answered))
@@ -444,7 +444,11 @@ def test_who_has_withdrawn_ends_and_whose_policy_has_changed_sends_nothing(tmp_p
 @pytest.mark.parametrize(
     ("size", "turn", "wait"), [(INLINE_BYTES, True, 15), (INLINE_BYTES + 1, True, 0), (9, False, 0)]
 )
-def test_a_large_update_is_sent_within_its_turn(size: int, turn: bool, wait: int, tmp_path: Path) -> None:
+def test_a_large_update_is_sent_within_its_turn(
+    size: int, turn: bool, wait: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = list[str]()
+    monkeypatch.setattr(task_loop, "point", points.append)
     loop, ended = loop_of(PrivateState(tmp_path), secure=False), list[int]()
     loop.state.write_pending(bytes(size), {}, TensorOrigin("task-1", 1, "train"))
     stack = AsyncExitStack()
@@ -456,6 +460,7 @@ def test_a_large_update_is_sent_within_its_turn(size: int, turn: bool, wait: int
     assert [event for event, _ in loop.monitor.events] == ["sending", "accepted"]
     assert loop.agreement.sent.settled == ["train train"]
     before = list(loop.coordinator.sent)
+    assert points == ["update-sent"]
     asyncio.run(loop._send_pending())
     assert loop.coordinator.sent == before, "none is left"
 
@@ -626,6 +631,36 @@ def test_what_was_under_way_is_paid_and_sent_and_nothing_else(tmp_path: Path) ->
     loop.work.expect_policy = lambda: course.append("policy")
     asyncio.run(loop._send_unsent())
     assert course == ["policy", "_pay_masked", "_send_answer"]
+
+
+@pytest.mark.parametrize("affordable", [True, False])
+def test_an_update_is_paid_before_it_leaves_or_deleted(affordable: bool, tmp_path: Path) -> None:
+    paid = list[tuple[str, str]]()
+
+    def pay(pending: Any, release: str) -> None:
+        paid.append((pending.task_id, release))
+        if not affordable:
+            raise Failure("privacy-budget-exhausted", "nothing is left")
+
+    loop = loop_of(PrivateState(tmp_path), cast(Any, SimpleNamespace(pay=pay)), secure=False)
+    loop.state.write_pending(b"an update", {}, TensorOrigin("task-1", 1, "train"))
+    asyncio.run(loop._send_pending())
+    assert paid == [("task-1", hashlib.sha256(b"an update").hexdigest())]
+    assert loop.coordinator.sent == (["task-1"] if affordable else ["privacy-budget-exhausted"])
+    assert loop.state.pending() is None
+    assert loop.state.committed()[1].task_id == ("task-1" if affordable else None)
+
+
+def test_a_report_has_a_bounded_length_and_always_a_reason(tmp_path: Path) -> None:
+    loop, told = loop_of(PrivateState(tmp_path), secure=False), list[tuple[str, str]]()
+
+    async def send(task_id: str, failure: FailureRequest) -> None:
+        told.append((failure.type, failure.detail))
+
+    loop.coordinator.send_failure = send
+    for kind, detail in (("k" * 101, "d" * 2001), ("kind", "why"), ("kind", "")):
+        asyncio.run(loop._report("task-1", kind, detail))
+    assert told == [("k" * 100, "d" * 2000), ("kind", "why"), ("kind", "kind")]
 
 
 def test_progress_is_told_of_what_may_be_known(tmp_path: Path) -> None:
