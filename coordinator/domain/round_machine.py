@@ -203,7 +203,7 @@ class Machine:
     def _resume(self, now: float) -> None:
         self._expect("paused")
         stage = self.run.stage
-        if self.run.reason == QUORUM_MISSED and stage is not None:
+        if self.run.reason == QUORUM_MISSED and stage is not None and not stage.closed:
             # A new attempt: those who failed may have been mended, and the one extension may be used again.
             again = [name for name in stage.having("failed") if self.run.members[name].active]
             self._set_stage(extended=False, asks={**stage.asks, **dict.fromkeys(again, "open")})

@@ -965,6 +965,19 @@ def test_a_sum_that_cannot_be_pauses_with_its_reason() -> None:
         run.send(run_state.JobDone(run.now)) if run.run.due_job is None else run.send(AnsweredLast("a", run.now))
 
 
+def test_nobody_is_asked_again_for_a_sum_that_was_opened_while_it_was_paused() -> None:
+    run = play().all_answer().all_answer().all_answer().all_answer()
+    run.send(run_state.Failed("a", run.now))
+    late(run)
+    assert (run.run.state, run.run.reason) == ("paused", run_state.QUORUM_MISSED)
+    run.send(AnsweredLast("b", run.now))
+    facts = run.send(Resume(run.now))
+    assert not [fact for fact in facts if isinstance(fact, run_state.Asked)]
+    assert (run.run.state, run.run.due_job, run.run.stage.having("failed", "open")) == ("running", "aggregate", ["a"])
+    run.done()
+    assert run.run.stage.kind == "evaluate"
+
+
 def test_two_phases_each_have_their_own_steps() -> None:
     run = Play(secure(TWO), *FIVE).start().evaluated()
     for name in ("prompts", "aggregators"):
