@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from sqlalchemy import select
 
-from promptfed.coordinator.problems import UpdatesMasked
+from promptfed.coordinator.problems import UpdatesMasked, WrongState
 from promptfed.coordinator.resources.clients import operations
+from promptfed.coordinator.store.tables import EventRow
 from promptfed.shared.api.api_schemas import AuditEntry, check_chain
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface import Method, Needs
@@ -338,3 +342,24 @@ def test_an_update_can_be_dropped_until_its_masked_vector_is_there(kind: str | N
     federation: Any = SimpleNamespace(run=SimpleNamespace(stage=stage, round=3))
     with pytest.raises(UpdatesMasked, match="of round 3") if summed else nullcontext():
         operations.expect_discardable(federation)
+
+
+@pytest.mark.parametrize(
+    ("act", "kind"),
+    [(partial(operations.withdraw, discard=False), "client-withdrawn"), (operations.reset, "client-reset")],
+)
+def test_whom_an_act_concerns_is_woken_and_the_stream_tells_of_it_once(
+    act: Callable[..., None], kind: str, coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation, _ = enrolled(coordinator, "a", "b")
+    registry, woken = coordinator.registry, list[Any]()
+    wake = registry.wake
+    monkeypatch.setattr(registry, "wake", lambda keys: woken.append(sorted(keys)) or wake(keys))
+    act(registry, federation, "a")
+    assert [keys for keys in woken if keys] == [[(federation, "*events"), (federation, "a")]], "not b"
+    with registry.database.read() as session:
+        told = session.scalars(select(EventRow.data).where(EventRow.kind == kind)).all()
+    assert [one["client"] for one in told] == ["a"]
+    coordinator.post(f"{federation}/cancel")
+    with pytest.raises(WrongState, match="nobody can be withdrawn any more"):
+        operations.withdraw(registry, federation, "b", discard=False)

@@ -375,3 +375,24 @@ def test_an_invitation_names_whom_it_is_for(
     told = decode(tokens._invitation(federation, request, minted, "ab" * 32))
     assert (told.coordinator, told.federation, told.token, told.role) == (address, "eyes", "secret", "trainer")
     assert (told.client, told.authority, told.expires_at.year) == (client, authority, 2030)
+
+
+@pytest.mark.parametrize(
+    ("at", "client", "told"),
+    [
+        ("2030-01-01T00:00:00.000Z", "b", True), ("2030-01-01T00:00:01.000Z", "b", True),
+        ("2029-12-31T23:59:59.999Z", "b", False), ("2030-01-01T00:00:01.000Z", "a", False), (None, "b", False),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_told_of_a_token_that_was_there_while_its_client_is_not(
+    at: str | None, client: str, told: bool
+) -> None:
+    made = "2030-01-01T00:00:00.000Z"
+    row: Any = SimpleNamespace(
+        id="tok-1", name="ward", role=None, client=None, uses=2, used=1, closed=False, created_at=made, expires_at=made,
+        expired_at=None,
+    )  # fmt: skip
+    refused = None if at is None else {"client": client, "type": "no-samples", "detail": "x", "at": at}
+    federation: Any = SimpleNamespace(clients={"a": None})
+    view = tokens._view(row, ["a"], refused, federation)
+    assert (view.refused is not None, view.clients, view.used) == (told, ["a"], 1)
