@@ -357,9 +357,11 @@ def test_whom_an_act_concerns_is_woken_and_the_stream_tells_of_it_once(
     monkeypatch.setattr(registry, "wake", lambda keys: woken.append(sorted(keys)) or wake(keys))
     act(registry, federation, "a")
     assert [keys for keys in woken if keys] == [[(federation, "*events"), (federation, "a")]], "not b"
+    if kind == "client-withdrawn":
+        act(registry, federation, "a")
     with registry.database.read() as session:
         told = session.scalars(select(EventRow.data).where(EventRow.kind == kind)).all()
-    assert [one["client"] for one in told] == ["a"]
+    assert [(one["client"], one.get("discard", False)) for one in told] == [("a", False)]
     coordinator.post(f"{federation}/cancel")
     with pytest.raises(WrongState, match="nobody can be withdrawn any more"):
         operations.withdraw(registry, federation, "b", discard=False)
