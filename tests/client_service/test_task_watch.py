@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,8 @@ from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.joining.parts import Parts
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.task_loop import TaskLoop
+from promptfed.client_service.task_watch import watched
+from promptfed.client_service.training.compute import Compute
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone
 from promptfed.shared.clip.embedded import tiny
@@ -170,3 +173,16 @@ def test_no_progress_is_told_under_privacy_or_in_secure_sums(privacy: object, su
         work=SimpleNamespace(rules=SimpleNamespace(policy=None), progress=0.5),
     )
     assert TaskLoop._progress(cast(TaskLoop, loop)) == told
+
+
+def test_a_job_is_told_that_its_client_stops() -> None:
+    compute = Compute()
+
+    def job(cancelled: Callable[[], bool]) -> tuple[bool, bool]:
+        before = cancelled()
+        compute.stop()
+        return before, cancelled()
+
+    nobody: Any = None
+    assert asyncio.run(watched(nobody, compute, nobody, job, lambda: None)) == (False, True)
+    compute.close()
