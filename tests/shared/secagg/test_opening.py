@@ -96,6 +96,13 @@ def test_a_share_is_committed_to_for_its_owner_holder_and_kind() -> None:
     assert "less than the field's prime" in refusal("bad-shares", expect_share, roster, 3, 5, 1, pair[1], committed)
 
 
+def test_places_and_changes_are_in_order() -> None:
+    job = opening.confirm_job([40, 8, 3, 16, 24], [24, 3])
+    assert (job.alive, job.dropped) == ([3, 24], [8, 16, 40])
+    update = {"b": np.full(2, 3.0, np.float32), "a": np.full((1, 1), 5.0, np.float32)}
+    assert flat_change(update, {"a": np.ones((1, 1), np.float32), "b": np.ones(3, np.float32)}).tolist() == [4, 3, 3]
+
+
 def test_who_is_counted_is_signed_in_order() -> None:
     wanted = hashlib.sha256(b'["01ff","02aa"]').hexdigest()
     assert (

@@ -321,7 +321,8 @@ def test_a_member_that_deals_other_shares_than_it_commits_to_is_named_by_who_get
 
 def test_shares_without_just_their_commitments_are_refused() -> None:
     _, made, shares = sharing()
-    for commitments in (shares[0].commitments[1:], [one[1:] for one in shares[0].commitments]):
+    first, *others = shares[0].commitments
+    for commitments in (others, [first[1:], *others], [one[1:] for one in shares[0].commitments]):
         refusal(
             "bad-exchange", opening.check_shares, made, 0, shares[0].model_copy(update={"commitments": commitments})
         )
