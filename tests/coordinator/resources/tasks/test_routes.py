@@ -147,11 +147,16 @@ def test_a_wait_that_is_none_is_refused_before_anything_counts(coordinator: InTh
     assert a.send(task, body).status_code == 201
 
 
+def uploads() -> list[Upload]:
+    return [one for one in gc.get_objects() if type(one) is Upload]
+
+
 def test_no_update_is_kept_while_its_receipt_waits(coordinator: InThread) -> None:
     _, (a, _), (task, _) = open_first_phase(coordinator)
+    before = {id(one) for one in uploads()}
     held = Held(coordinator, a, task)
     gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) is Upload]
+    assert not [one for one in uploads() if id(one) not in before]
     coordinator.post(f"{a.path}/cancel")
     assert held.answer().status_code == 201
 
@@ -176,7 +181,7 @@ def test_what_fails_while_a_receipt_waits_leaves_it(coordinator: InThread, monke
     async def away(*about: Any, **more: Any) -> None:
         raise OSError("the database is away")
 
-    monkeypatch.setattr("promptfed.coordinator.resources.tasks.polls.next_task", away)
+    monkeypatch.setattr("promptfed.coordinator.resources.tasks.routes.next_task", away)
     answer = sent(a, task, update_of(a, task))
     assert (answer.status_code, "next" in answer.json()) == (201, False)
 
