@@ -80,6 +80,8 @@ LONG = (
     "test_text_federations.py",
     "test_wheel.py",
     "test_process.py",
+    "test_states.py",
+    "test_on_ray.py",
     # These need hundreds of megabytes: they run while a process holds little else.
     "test_exports.py",
     "test_augmentation.py",

@@ -117,7 +117,8 @@ def test_two_crews_come_to_the_state_of_a_simulation_in_one_process(tmp_path: Pa
     assert crewed.body == simulated.body
     assert crewed.accuracies() == simulated.accuracies()
     assert crewed.outcomes == simulated.outcomes
-    assert crewed.bytes_up == simulated.bytes_up
+    # An update tells how long it took, and is filled up to eight bytes.
+    assert abs(crewed.bytes_up - simulated.bytes_up) <= 8 * len(SITES) * SPEC["rounds"]
     # Somebody who starts a crew of it again finds its clients' last answers, and that there is nothing left to do.
     again = conducted(tmp_path, SITES, 2, others := Threads())
     assert others.assignments == []
