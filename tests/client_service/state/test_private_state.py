@@ -237,7 +237,9 @@ def test_the_accepted_update_is_kept_until_the_next_one(tmp_path: Path) -> None:
         state.commit()
         assert told(state.answered()) == (f"task-{number}", number, "train", update)
     state.write_pending(b"third", vector(1.0), ROUND_1)
+    before = set(tmp_path.iterdir()) - {tmp_path / "pending"}
     state.discard()
+    assert set(tmp_path.iterdir()) == before, "nothing of it is left"
     assert told(state.answered()) == ("task-2", 2, "train", b"second"), "a refused one takes nobody's place"
     (tmp_path / "answered" / "update.safetensors").write_bytes(b"other")
     assert state.answered() is None, "what is damaged is not sent"

@@ -44,6 +44,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"round": 3}, "round", "unknown key"),
     ({"method": {"name": "nonsense"}}, "method.name", "there is no method 'nonsense'"),
     ({"backbone": {"shape": {"d_e": 8}}}, "backbone.shape", "needs a text tower"),
+    ({"class_names": ["sun", "a b c d e " * 8 + "f"]}, "class_names", "tokens"),
+    ({"class_names": None, "template": "a very long " * 40 + "{}"}, "template", "tokens"),
     (INT8 | SUM, "compression", "its own grid"),
     (INT8 | {"method": {"name": "plan"}}, "compression", "mean"),
     (SUM | {"aggregation": {"rule": "median"}}, "secure_aggregation", "only their sum is known: take rule mean"),

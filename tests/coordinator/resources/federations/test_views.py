@@ -66,6 +66,21 @@ def test_what_a_client_has_spent_is_told_to_it_and_to_the_operator(coordinator: 
     assert any("tells no plan of its training" in text for text in view["warnings"])
 
 
+def test_what_noisy_counts_have_cost_is_told_to_who_has_made_them(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    clients = coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    event = {"mechanism": "laplace", "q": 1.0, "z": 0.1, "count": 2}
+    result = {"test": {"accuracy": 0.5, "num_samples": 20}}
+    for number, client in enumerate(clients, 1):
+        spent = {"events": [event], "epsilon": float(number), "delta": 1e-3, "noise": "secret"}
+        url = f"{client.path}/tasks/{coordinator.task(client)['task_id']}/evaluation"
+        sent = {"splits": result, "zero_shot": result, "privacy": spent}
+        assert client.http.put(url, json=sent, headers=client.headers).status_code == 201
+        told = [(one["split"], one["epsilon"], one["events"]) for one in read(client, "spends").json()["spends"]]
+        assert told == [("test", float(number), [event])]
+
+
 @pytest.mark.both_databases
 def test_the_page_of_all_clients_is_what_each_of_them_is_told(coordinator: InThread) -> None:
     federation, clients, tasks = open_first_phase(
