@@ -49,6 +49,7 @@ def test_a_class_without_images_and_answers_has_no_f1() -> None:
     assert macro_f1([0, 0, 2], [0, 2, 2]) == pytest.approx(2 / 3)  # class 1 does not count
     assert macro_f1([-1, -1], [0, 0]) == 0
     assert macro_f1([0, 0, 1], [0, 0, 0]) == macro_f1([0, 0, 0], [0, 0, 1]) == 0.4  # one image of a class counts
+    assert macro_f1([0, 0, 1, 2], [0, 0, 0, 2]) == pytest.approx((0.8 + 0 + 1) / 3)
 
 
 def drawn(count: int) -> tuple[list[int], list[int], list[float]]:
