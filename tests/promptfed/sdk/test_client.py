@@ -113,6 +113,11 @@ def token_of(server: InThread) -> str:
     return server.operator["Authorization"].split()[1]
 
 
+@pytest.fixture(autouse=True)
+def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdk_client, "RETRY_SECONDS", 0.02)
+
+
 @pytest.mark.parametrize("trouble", DAMAGES)
 def test_what_was_damaged_on_the_way_is_asked_for_again(server: InThread, trouble: Trouble) -> None:
     spec = {"name": trouble, "method": {"name": "promptfl"}, "rounds": 3}
@@ -139,7 +144,7 @@ def test_what_was_done_with_a_damaged_answer_is_not_done_again(
 
 @pytest.mark.parametrize("trouble", DAMAGES)
 def test_damage_that_lasts_is_said(server: InThread, trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdk_client, "TAKEOVER_SECONDS", 0.5)
+    monkeypatch.setattr(sdk_client, "TAKEOVER_SECONDS", 0.2)
     request = operations.dry_run({}) if trouble == "flipped-request" else operations.get_federation("eyes")
 
     async def asynchronous(url: str) -> None:
