@@ -43,7 +43,7 @@ from promptfed.shared.service.addresses import (
     is_loopback,
 )
 from promptfed.shared.service.digests import Damaged
-from promptfed.shared.service.net import explained, http_options, trust
+from promptfed.shared.service.net import PROXY_LOGIN, explained, http_options, refused_by_proxy, trust
 from promptfed.shared.service.reasons import first_error, why
 from promptfed.shared.versions import PROTOCOL
 
@@ -335,6 +335,9 @@ def _refusal(response: httpx.Response, problem: Mapping[str, Any]) -> PromptfedE
     text = f"{detail}{f' ({places})' if places and places not in str(detail) else ''}"
     if len(errors) > 1 and places == detail:
         text = offences(errors)
+    if not problem and response.status_code == PROXY_LOGIN:
+        address = str(response.url.copy_with(path="/", query=None)).rstrip("/")
+        return Unreachable(refused_by_proxy(PROXY_LOGIN, address) or text)
     if not problem:
         return Failed(f"{response.url} answers {response.status_code} {text}: is that a coordinator's address?")
     if response.status_code in (401, 403):

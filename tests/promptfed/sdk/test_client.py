@@ -185,6 +185,19 @@ def test_a_proxy_s_page_passes_once_the_coordinator_has_answered(server: InThrea
             assert between.send(operations.get_federation("eyes")).view.name == "eyes"
 
 
+def test_a_proxy_that_wants_a_login_is_told() -> None:
+    """A proxy before an `http://` coordinator answers in its place."""
+    refusing = httpx.MockTransport(lambda request: httpx.Response(407))
+
+    async def asynchronous() -> None:
+        async with httpx.AsyncClient(base_url="http://c.test", transport=refusing) as http:
+            await AsyncCoordinator(http, "token").send(operations.get_federation("eyes"))
+
+    with pytest.raises(PromptfedError, match=r"the proxy wants a login before it connects to http://c\.test:") as told:
+        asyncio.run(asynchronous())
+    assert exit_code(told.value) == Exit.UNREACHABLE
+
+
 def test_both_transports_refuse_alike(server: InThread, api: Coordinator, tmp_path: Path) -> None:
     async def asynchronous() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http:
