@@ -73,6 +73,7 @@ def pytest_configure() -> None:
 
 # Files that take a minute and more, since they start many processes: first, so that none is waited for at the end.
 LONG = (
+    "test_simulation.py",
     "test_tutorials.py",
     "test_guides.py",
     "test_effects.py",
@@ -81,6 +82,12 @@ LONG = (
     "test_wheel.py",
     "test_process.py",
     "test_states.py",
+    "test_contributing.py",
+    "test_operating.py",
+    "test_planted.py",
+    "test_accelerator_steps.py",
+    "test_full_presets.py",
+    "test_four_users.py",
     "test_on_ray.py",
     # These need hundreds of megabytes: they run while a process holds little else.
     "test_exports.py",

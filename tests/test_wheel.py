@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -14,8 +15,11 @@ import tarfile
 import venv
 import zipfile
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
+import jsonschema_rs
 import pytest
 
 from promptfed import __version__
@@ -253,6 +257,27 @@ def test_a_release_has_archive_wheel_and_bills_of_materials(release: Path) -> No
     assert {file.name for file in release.iterdir()} == built | bills | {"SHA256SUMS", "SHA256SUMS.sig"}
     summed = {line.split()[1] for line in (release / "SHA256SUMS").read_text().splitlines()}
     assert summed == built | bills
+
+
+def test_a_bill_of_materials_is_as_its_schema_asks(release: Path) -> None:
+    """By another library than the one that wrote it, whose schemas they are."""
+    schemas = resources.files("cyclonedx.schema._res")
+
+    def schema(address: str) -> Any:
+        name = address.rpartition("/")[2]
+        return json.loads((schemas / name).read_text())
+
+    for file in release.glob("*.cdx.json"):
+        bill = json.loads(file.read_text())
+        asked = jsonschema_rs.validator_for(schema(f"bom-{bill['specVersion']}.SNAPSHOT.schema.json"), retriever=schema)
+        asked.validate(bill)
+        locked = ROOT / "requirements" / "locked" / f"{file.name.partition('.')[0]}.txt"
+        wanted = (
+            re.findall(r"^([\w.-]+)==", locked.read_text(), re.M) if locked.exists() else ["torch", "cyclonedx-bom"]
+        )
+        assert {one["name"] for one in bill["components"]} >= set(wanted) != set(), file.name
+        bill["components"][0]["type"] = "something else"
+        assert not asked.is_valid(bill)
 
 
 def test_the_signature_holds_for_these_files_only(release: Path, key: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent, indent
 
@@ -15,12 +15,14 @@ import pytest
 
 from tests import ROOT
 from tests.docs.test_tutorials import BLOCK, NOT_RUN
+from tests.docs.warm_commands import warm_commands
 from tests.support.waiting import PATIENCE
 
 COPIED = ("promptfed", "shared", "coordinator", "client_service", "tests", "benchmarks", "docs", "README.md")
 WALKS = re.findall(r"^## (Add .*?)\n(.*?)(?=^## )", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL | re.MULTILINE)
 PLACE = re.compile(r"`([\w./-]+\.\w+)`(?:, (at the end|above `([^`]+)`))?")
-PROGRAMS = {".venv/bin/python": [sys.executable], ".venv/bin/promptfed": [sys.executable, "-m", "promptfed"]}
+PROGRAMS = {".venv/bin/python": (), ".venv/bin/promptfed": ("-m", "promptfed")}
+"""What the interpreter is given for each."""
 HALF_WRITTEN = shutil.ignore_patterns(
     "*.pyc.*"
 )  # by other processes; compiled modules are copied with the times of their files
@@ -61,8 +63,15 @@ def put(tree: Path, said: str, block: str) -> None:
     file.write_text("".join(lines))
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An interpreter that has torch loaded."""
+    with warm_commands(tmp_path_factory.mktemp("bin"), "python") as folder:
+        yield folder / "python"
+
+
 @pytest.mark.parametrize(("title", "walk"), WALKS, ids=[title for title, _ in WALKS])
-def test_who_follows_it_arrives(title: str, walk: str, tmp_path: Path) -> None:
+def test_who_follows_it_arrives(title: str, walk: str, tmp_path: Path, python: Path) -> None:
     for name in COPIED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         options = {"symlinks": True, "ignore": HALF_WRITTEN} if (ROOT / name).is_dir() else {}
@@ -71,7 +80,7 @@ def test_who_follows_it_arrives(title: str, walk: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
 
     def run(program: str, *arguments: str) -> None:
-        whole = [*PROGRAMS[program], *arguments]
+        whole = [python, *PROGRAMS[program], *arguments]
         done = subprocess.run(whole, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout}{done.stderr}"
 

@@ -1,24 +1,26 @@
-"""`promptfed` in forks of one process that has imported what each command would import for seconds.
+"""`promptfed` or `python` in forks of one process that has imported what each would import for seconds.
 
 A fork has the arguments, environment, folder and streams of whoever called it, who is sent its exit code and passes
-signals on. That a command starts by itself is tested in `tests/test_wheel.py`.
+signals on. One of `python` takes promptfed from where its caller's `PYTHONPATH` says. That a command starts by itself
+is tested in `tests/test_wheel.py`.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import runpy
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from tests.support.waiting import wait_for
+from typing import Any, Literal
 
 # A shell calls the interpreter, whose path may have a space: of a "#!" line the kernel makes one argument.
 CALLER = """#!/bin/sh
@@ -45,14 +47,16 @@ sys.exit(code)
 
 
 @contextmanager
-def warm_commands(folder: Path) -> Iterator[Path]:
+def warm_commands(folder: Path, name: Literal["promptfed", "python"] = "promptfed") -> Iterator[Path]:
     """A folder for `PATH` with the command."""
+    from tests.support.waiting import wait_for  # which imports promptfed
+
     short = tempfile.TemporaryDirectory()  # A socket's path has a hundred characters at most
-    address, command = Path(short.name) / "socket", folder / "promptfed"
+    address, command = Path(short.name) / "socket", folder / name
     command.write_text(CALLER.format(python=shlex.quote(sys.executable), address=str(address)))
     command.chmod(0o755)
     few_threads = os.environ | {"OMP_NUM_THREADS": "1"}  # as pages are run: several commands at once
-    server = subprocess.Popen([sys.executable, "-m", __name__, str(address)], env=few_threads)
+    server = subprocess.Popen([sys.executable, "-m", __name__, str(address), name], env=few_threads)
     try:
         wait_for("the warm process", address.exists)
         yield folder
@@ -62,12 +66,38 @@ def warm_commands(folder: Path) -> Iterator[Path]:
         short.cleanup()
 
 
-def serve(address: str) -> None:
+def interpret() -> None:
+    """What `python` does with its arguments: a module, a text or a file. It ends as `promptfed` does, at once."""
+    how, *rest = sys.argv[1:]
+    del sys.modules["tests"], sys.modules["tests.docs"]
+    sys.path[0] = str(Path(how).resolve().parent) if how not in ("-m", "-c") else ""
+    sys.path[1:1] = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    code: Any = 0
+    try:
+        if how == "-m":
+            sys.argv = rest
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif how == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = [how, *rest]
+            runpy.run_path(how, run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(int(code or 0))
+
+
+def serve(address: str, name: str) -> None:
     """Fork for each caller."""
     import open_clip  # noqa: F401
     import torch  # noqa: F401
 
-    from promptfed.cli.main import command
+    command: Callable[[], Any] = interpret
+    if name == "promptfed":
+        from promptfed.cli.main import command
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listening = socket.socket(socket.AF_UNIX)
@@ -102,4 +132,4 @@ def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

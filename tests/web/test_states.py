@@ -36,9 +36,18 @@ CUT_OFF = """() => [...document.querySelectorAll("body *")].filter((element) => 
   return true;
 }).map((element) => element.outerHTML.slice(0, 100))"""
 AXE = Path(__file__).parents[2] / "build" / "axe" / "node_modules" / "axe-core" / "axe.min.js"
+PICTURES = os.environ.get("PROMPTFED_PICTURES")
 FINDINGS = """async () => (await axe.run(document, {resultTypes: ["violations"]})).violations
   .filter(({ impact }) => ["serious", "critical"].includes(impact))
   .map(({ id, nodes }) => `${id}: ${nodes.map((one) => one.html.slice(0, 120)).join(" | ")}`)"""
+SETTLED = """() => new Promise((settled) => {
+  let timer = setTimeout(settled, 150);
+  const changed = () => { clearTimeout(timer); timer = setTimeout(settled, 150); };
+  new MutationObserver(changed).observe(document, {subtree: true, childList: true, attributes: true});
+  setTimeout(settled, 2000);
+})"""
+"""Charts and figures come a moment later: nothing has changed for 0.15 s."""
+DRAWN = "() => new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
 NARROW = {"width": 420, "height": 900}
 REFUSED = "Failed to load resource: the server responded with a status of"
 
@@ -262,14 +271,15 @@ def checked(page: Page, name: str) -> None:
     """
     for width in (1400, 900, NARROW["width"]):
         page.set_viewport_size(NARROW | {"width": width})
-        page.wait_for_timeout(400 if width == 1400 else 100)  # charts and figures come a moment later
+        page.evaluate(SETTLED if width == 1400 else DRAWN)
         page.evaluate("window.scrollTo(0, 0)")
-        for scheme in ("light", "dark"):
+        for scheme in ("light", "dark") if AXE.is_file() or PICTURES else ():
             page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-            if folder := os.environ.get("PROMPTFED_PICTURES"):
+            if PICTURES:
                 dark = "-dark" if scheme == "dark" else ""
-                page.screenshot(path=Path(folder) / f"{name}-{width}{dark}.png", full_page=True)
-            if AXE.is_file() and width != 900:  # what it looks for hardly depends on the width
+                page.screenshot(path=Path(PICTURES) / f"{name}-{width}{dark}.png", full_page=True)
+            # Nothing that it looks for depends on both: each width is seen by it once, and each scheme.
+            if AXE.is_file() and (width, scheme) in ((1400, "light"), (NARROW["width"], "dark")):
                 if not page.evaluate("'axe' in window"):
                     page.evaluate(AXE.read_text(encoding="utf-8"))
                 assert page.evaluate(FINDINGS) == [], (name, width, scheme)

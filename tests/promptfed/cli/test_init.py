@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from promptfed.runtime.run_file import read_run
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.service.reasons import Exit
 from tests import ROOT
+from tests.docs.warm_commands import warm_commands
 
 PATIENCE = 300
 
@@ -28,17 +28,17 @@ def test_the_folder_runs_as_its_readme_says(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["init", str(folder)]).exit_code == 0
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     said = (folder / "README.md").read_text()
-    for words in (
-        ["-m", "promptfed", "simulate", "run.yaml"],
-        ["my_method.py"],
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider"],
-    ):
-        assert " ".join(word for word in words if word not in ("-m", "-q", "-p", "no:cacheprovider")) in said
-        done = subprocess.run(
-            [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "1 passed" in done.stdout or "zero-shot" in done.stdout
+    with warm_commands(tmp_path, "python") as programs:
+        for words in (
+            ["-m", "promptfed", "simulate", "run.yaml"],
+            ["my_method.py"],
+            ["-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        ):
+            assert " ".join(word for word in words if word not in ("-m", "-q", "-p", "no:cacheprovider")) in said
+            whole = [programs / "python", *words]
+            done = subprocess.run(whole, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "1 passed" in done.stdout or "zero-shot" in done.stdout
 
 
 @pytest.mark.parametrize(("arguments", "why"), [(["mine", "--from", "paper:fedpgp-offic"], "use one of")])

@@ -96,6 +96,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def sources() -> SharedSources:
+    """Each set is opened once for all presets."""
+    return SharedSources()
+
+
 @pytest.fixture(autouse=True)
 def without_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public_sets, "_load_torchvision", labels_only)
@@ -137,8 +143,8 @@ def info_of(spec: FederationSpec, job: Job, number: int, sources: SharedSources)
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_full_size_preset_gets_as_far_as_training(name: str, root: Path) -> None:
-    runner, sources, seen = Runner(root / "out"), SharedSources(), 0
+def test_a_full_size_preset_gets_as_far_as_training(name: str, root: Path, sources: SharedSources) -> None:
+    runner, seen = Runner(root / "out", _sources=sources), 0
     for _, job in jobs_of(name, root):
         try:
             runner.look_at_data([job])
