@@ -10,14 +10,15 @@ import contextlib
 import sqlite3
 import tempfile
 import threading
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any
 
 from httpx._transports import default as transports
 from pydantic_settings import EnvSettingsSource
-from sqlalchemy import create_engine
+from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 
 from promptfed.coordinator.app import Application
@@ -25,6 +26,7 @@ from promptfed.coordinator.store import opening, sqlite
 from promptfed.coordinator.store.database import Database
 
 _context, _named, _migrate = transports.create_ssl_context, EnvSettingsSource.__call__, opening.migrate
+_compiled: dict[Any, Any] = {}
 _openapi, _descriptions = Application.openapi, list[dict[str, Any]]()
 _of_all = cache(_context)
 _turn = threading.Lock()
@@ -69,6 +71,30 @@ def _described(app: Application) -> dict[str, Any]:
     return _descriptions[0]
 
 
+class OneDialect(SQLiteDialect_pysqlite):
+    """Databases differ in the file alone, and so in nothing of what is compiled.
+
+    A class of its own: what SQLAlchemy keeps by a dialect whose hash changed meanwhile it would look for without end.
+    """
+
+    supports_statement_cache = True
+
+    def __hash__(self) -> int:
+        return hash(OneDialect)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OneDialect)
+
+
+registry.register("sqlite.one", __name__, "OneDialect")
+
+
+def _engine(url: str, **options: Any) -> Engine:
+    return create_engine(
+        make_url(url).set(drivername="sqlite+one"), execution_options={"compiled_cache": _compiled}, **options
+    )
+
+
 @cache
 def share() -> None:
     """From now on; not while tests are collected, so that a fault that a campaign then puts in is in what is made."""
@@ -76,7 +102,4 @@ def share() -> None:
     EnvSettingsSource.__call__ = _where_any
     opening.migrate = _copied
     Application.openapi = _described
-    # Databases differ in the file alone, and so in nothing of what is compiled.
-    sqlite.create_engine = partial(create_engine, execution_options={"compiled_cache": {}})
-    SQLiteDialect_pysqlite.__hash__ = lambda self: hash(type(self))
-    SQLiteDialect_pysqlite.__eq__ = lambda self, other: type(self) is type(other)
+    sqlite.create_engine = _engine
