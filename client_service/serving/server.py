@@ -49,6 +49,7 @@ async def running_api(app: FastAPI, host: str, port: int, option: str = "--api-p
         timeout_graceful_shutdown=STOP_SECONDS,
     )
     server = _Server(config)
+    listening.listen(config.backlog)  # whoever is told the address at once is let in, once the server runs
     serving = asyncio.create_task(server.serve([listening]))
     try:
         yield url_of(listening, host)
