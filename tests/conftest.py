@@ -147,8 +147,11 @@ PEAKS: dict[str, float] = {}
 """The peak memory of each process that ran tests, in MB, by its name."""
 
 
+_process = cache(psutil.Process)  # a fork is another one
+
+
 def _resident() -> float:
-    return float(psutil.Process().memory_info().rss / (1 << 20))
+    return float(_process(os.getpid()).memory_info().rss / (1 << 20))
 
 
 def _peak() -> float:
@@ -171,34 +174,34 @@ def pytest_collection_finish() -> None:
 
 USUAL = gc.get_threshold()
 GROWTH = 64  # MB
-_held = _resident()
+_held = _floor = _resident()
 
 
 def _give_back() -> None:
-    """What was left goes back to the system, once it is much: looking for it takes longer than most tests."""
+    """What was left goes back to the system."""
     global _held
-    if _resident() > _held + GROWTH:
-        gc.collect()
-        machine.give_back()
-        _held = _resident()
+    gc.collect()
+    machine.give_back()
+    _held = _resident()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def modules_leave_little() -> Iterator[None]:
     """A service may collect seldom, and what a module's fixtures held is free now."""
-    global _held
-    before = _resident()
+    global _floor
     yield
     gc.set_threshold(*USUAL)
-    _held = before - GROWTH / 2
-    _give_back()
+    if _resident() > _floor + GROWTH / 2:
+        _give_back()
+        _floor = _held
 
 
 @pytest.fixture(autouse=True)
 def memory_is_given_back() -> Iterator[None]:
-    """Workers run thousands of tests."""
+    """Workers run thousands of tests. Looking for what they left takes longer than most: only once it is much."""
     yield
-    _give_back()
+    if _resident() > _held + GROWTH:
+        _give_back()
 
 
 @pytest.fixture(autouse=True)
