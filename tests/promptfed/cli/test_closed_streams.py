@@ -13,7 +13,7 @@ RUN = """
 name: x
 method: {name: promptfl}
 rounds: 1
-clients: [{data: "digits?partition=iid&clients=2&client={index}&shots=2", count: 2}]
+clients: [{data: "digits?shots=2"}]
 """
 
 
