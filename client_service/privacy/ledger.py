@@ -255,7 +255,6 @@ class Ledger:
             return
         try:
             os.ftruncate(handle, len(whole))  # what a killed writer left unfinished
-            os.lseek(handle, 0, os.SEEK_END)
             half = len(raw) // 2
             _write(handle, raw[:half])
             point("spend-half-written")

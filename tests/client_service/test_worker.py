@@ -280,6 +280,17 @@ def test_a_withdrawn_client_ends(make: Make) -> None:
     assert end.value.exit is Exit.WITHDRAWN
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_connection_is_closed_by_who_opened_it(own: bool, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = make.coordinator(rounds=1)
+    worker = make.worker(coordinator, http=(http := coordinator.http()))
+    if own:
+        worker._http = None
+        monkeypatch.setattr(worker_module, "open_http", lambda settings: http)
+    assert asyncio.run(worker.run()) is Exit.OK
+    assert http.is_closed is own
+
+
 def test_training_stops_when_the_task_is_no_longer_ours(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_watch, "FIRST_SECONDS", 0.05)
     monkeypatch.setattr(task_watch, "WATCH_SECONDS", 0)

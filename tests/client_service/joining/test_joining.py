@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.http.connection import Refused
 from promptfed.client_service.joining import joining as joining_module
 from promptfed.client_service.joining.checks import ACCEPT, check_recorded
 from promptfed.client_service.joining.disclosure import Disclosure
@@ -171,12 +172,38 @@ def test_who_had_enrolled_joins_again(
 ) -> None:
     joining = joining_of(settings, PrivateState(tmp_path))
     joining.parts = SimpleNamespace(secret=None)
-    identity = Identity("a", "trainer", "secret", "fed-1", number)
-    monkeypatch.setattr(PrivateState, "identity", lambda *given: identity)
+    asked = Mock(return_value=Identity("a", "trainer", "secret", "fed-1", number))
+    monkeypatch.setattr(PrivateState, "identity", asked)
     monkeypatch.setattr(Joining, "_data", AsyncMock(side_effect=DataError("a.png cannot be read")))
+    joining.settings = settings.model_copy(update={"name": "a", "role": "evaluator"})
     with pytest.raises(DataError):
         asyncio.run(joining.join())
+    asked.assert_called_once_with("a", "evaluator", None)
     assert joining._rejoins is (number is not None)
+
+
+@pytest.mark.parametrize(("number", "status", "goes_on"), [
+    ("client-1", 401, True), ("client-1", 410, True), ("client-1", 403, False), ("client-1", 409, False),
+    (None, 401, False), (None, 410, False),
+])  # fmt: skip
+def test_who_has_enrolled_needs_no_token_that_still_holds(
+    number: str | None, status: int, goes_on: bool, settings: Settings, tmp_path: Path
+) -> None:
+    refused = Refused(status, "x", "why")
+    joining = joining_of(settings, PrivateState(tmp_path))
+    joining.coordinator = SimpleNamespace(token=None, enrol=AsyncMock(side_effect=refused))
+    joining.monitor = Mock()
+    identity = Identity("a", "trainer", "secret", "fed-1", number)
+    enrolling = joining._enrol(identity, "token", None, SimpleNamespace(train=[1, 2], test=[3]))
+    if goes_on:
+        asyncio.run(enrolling)
+        joining.monitor.tell.assert_called_once_with("enrolled", client_id="client-1", train=2, test=1)
+        assert joining.coordinator.token == "secret"
+    else:
+        with pytest.raises(Refused) as end:
+            asyncio.run(enrolling)
+        assert end.value is refused
+        joining.monitor.tell.assert_not_called()
 
 
 @pytest.mark.parametrize(("missing", "needs", "soon"), [
