@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +86,7 @@ def interpret() -> None:
             runpy.run_path(how, run_name="__main__")
     except SystemExit as ended:
         code = ended.code
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(int(code or 0))
